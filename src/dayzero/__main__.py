@@ -1,0 +1,5 @@
+"""`python -m dayzero`: the same as the `dayzero` command."""
+
+from dayzero.cli import main
+
+main()

@@ -1,0 +1,429 @@
+"""The command line: one verb a stage, no logic. Paths and names only; defaults live in the records.
+
+Exit status: 0 done and every required verdict passes, 1 done but one fails or is not shown, 2 bad input or environment,
+130 interrupted. Under `--json` one object goes to stdout; people read stdout, progress and logs go to stderr.
+"""
+
+import json
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+
+from dayzero.core.errors import DayZeroError
+from dayzero.core.records import from_dict, record_json, to_dict
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__.split("\n")[0] if __doc__ else "")
+out, err = Console(), Console(stderr=True)
+
+PathArgument = Annotated[Path, typer.Argument(help="a release folder or a config.json")]
+RunArgument = Annotated[Path, typer.Argument(help="a run folder, as written by `adapt`")]
+JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
+TargetOption = Annotated[str, typer.Option("--target", help="a name from `dayzero targets`, or a hardware file")]
+DeviceOption = Annotated[str | None, typer.Option("--device", help="a torch device string, such as cpu or cuda:0")]
+RunsOption = Annotated[Path, typer.Option("--runs", help="where run folders are kept")]
+TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="allow the release's own modelling code to run")]
+
+
+def main() -> NoReturn:
+    """Run a verb; turn every way it can end into an exit status."""
+    signal.signal(signal.SIGTERM, _interrupt)  # so that `finally` blocks run and nothing is left behind
+    wants_json = "--json" in sys.argv
+    try:
+        status = app(standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except KeyboardInterrupt:
+        _fail(DayZeroError("interrupted", got="a signal", want="to finish", fix="run the same command with --resume"), wants_json, 130)
+    except DayZeroError as error:
+        _fail(error, wants_json, 2)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: nothing more to say
+        sys.exit(1)
+    except Exception as error:
+        if type(error).__module__.split(".")[0] in ("click", "typer"):  # the command line itself was wrong
+            message = getattr(error, "format_message", lambda: str(error))()
+            _fail(DayZeroError(message, got=" ".join(sys.argv[1:]), want="see --help", fix="correct the command line"), wants_json, 2)
+        if os.environ.get("DAYZERO_DEBUG"):
+            traceback.print_exc()
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(where.filename).name}:{where.lineno}"
+        _fail(
+            DayZeroError(
+                "dayzero met an error it did not expect",
+                got=f"{type(error).__name__}: {error} ({place})",
+                want="no error",
+                fix="set DAYZERO_DEBUG=1 to see the traceback, and report it",
+            ),
+            wants_json,
+            2,
+        )
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _fail(error: DayZeroError, wants_json: bool, status: int) -> NoReturn:
+    err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
+    if wants_json:
+        print(json.dumps(error.as_dict()), flush=True)
+    sys.exit(status)
+
+
+def _say(text: str) -> None:
+    err.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(as_json: bool, data: Any, table: Any) -> None:
+    """One JSON object, or a table. `table` is a callable, so that nothing is rendered for scripts."""
+    if as_json:
+        print(json.dumps(data, allow_nan=False), flush=True)
+    else:
+        out.print(table())
+
+
+def _status(verdict: str) -> int:
+    return 0 if verdict == "pass" else 1
+
+
+@app.command()
+def inspect(path: PathArgument, as_json: JsonOption = False, trust_remote_code: TrustOption = False) -> int:
+    """Describe a model from its config and tensor headers: parameters, layers, caches."""
+    from dayzero.model.describe import describe
+    from dayzero.report.text import model_table
+    from dayzero.stages import require_sound
+    from dayzero.summaries import inspect_summary
+
+    model = describe(path, trust_remote_code=trust_remote_code)
+    summary = inspect_summary(model)
+    try:
+        require_sound(model)
+    except DayZeroError as error:
+        error.details = summary | error.details
+        raise
+    _show(as_json, summary, lambda: model_table(model))
+    return 0
+
+
+@app.command()
+def plan(
+    path: Annotated[Path, typer.Argument(help="a release folder, a config.json or a 1_model.json")],
+    target: TargetOption,
+    devices: Annotated[int | None, typer.Option(help="how many devices to use; the fewest that fit if not given")] = None,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+    dp: int | None = None,
+    cp: int | None = None,
+    context: Annotated[int | None, typer.Option(help="tokens of one request, prompt and output")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="requests at once")] = None,
+    memory_fraction: Annotated[float | None, typer.Option(help="share of device memory to use")] = None,
+    weights_dtype: str | None = None,
+    cache_dtype: str | None = None,
+    workload: Annotated[Path | None, typer.Option(help="a workload file (YAML)")] = None,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """On how many devices and how a model runs: a memory ledger and a layout, with reasons."""
+    from dayzero.devices.targets import load_target
+    from dayzero.plan import PlanOptions, make_plan
+    from dayzero.report.text import plan_table
+
+    options = _given(
+        devices=devices, tp=tp, pp=pp, ep=ep, dp=dp, cp=cp, context=context, concurrency=concurrency,
+        memory_fraction=memory_fraction, weights_dtype=weights_dtype, cache_dtype=cache_dtype,
+    )  # fmt: skip
+    model = _description(path, trust_remote_code)
+    result = make_plan(model, load_target(target), _workload(workload), PlanOptions(**options))
+    _show(as_json, record_json(result), lambda: plan_table(result))
+    return 0 if result.feasible else 1
+
+
+@app.command()
+def convert(
+    path: Annotated[Path | None, typer.Argument(help="a release folder")] = None,
+    out_folder: Annotated[Path | None, typer.Option("--out", help="where the artifact goes")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="a 2_plan.json")] = None,
+    tp: int = 1,
+    pp: int = 1,
+    ep: int = 1,
+    dp: int = 1,
+    cp: int = 1,
+    to: Annotated[str | None, typer.Option(help="hf: an ordinary Hugging Face folder")] = None,
+    verify: Annotated[Path | None, typer.Option("--verify", help="check an artifact instead")] = None,
+    source: Annotated[Path | None, typer.Option(help="with --verify: the release it was made from")] = None,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """Stream a checkpoint into rank shards with a conservation ledger, or prove an artifact."""
+    from dayzero import conversion
+
+    if verify is not None:
+        report = conversion.verify_artifact(verify, source, _say)
+        _show(as_json, report, lambda: conversion.problems_table(report))
+        return 0 if not report["problems"] else 1
+    if path is None or out_folder is None:
+        raise DayZeroError("convert needs a release and a place", got=f"PATH={path}, --out={out_folder}",
+                           want="dayzero convert PATH --out DIR", fix="give both, or --verify DIR")  # fmt: skip
+    degrees = {"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}
+    result = conversion.convert_release(
+        path, out_folder, plan_file, degrees, to, err if err.is_terminal else None, trust_remote_code=trust_remote_code
+    )
+    _show(as_json, result, lambda: conversion.result_table(result))
+    return 0 if not any(problem["severity"] == "error" for problem in result["problems"]) else 1
+
+
+@app.command("map")
+def map_operators(
+    path: Annotated[Path, typer.Argument(help="a release folder, a config.json or a run folder")],
+    device: DeviceOption = None,
+    context: Annotated[int, typer.Option(help="context tokens at which shares are computed")] = 2048,
+    as_json: JsonOption = False,
+) -> int:
+    """Every operator site of a model, what runs there on a device, and the evidence for it."""
+    from dayzero.core.runstore import RunStore
+    from dayzero.report.text import operators_table
+
+    if _is_run(path):
+        from dayzero import stages
+
+        store = RunStore.open(path)
+        result = stages.map_operators(store, _say)
+    else:
+        from dayzero.devices.backend import open_backend
+        from dayzero.model.operators import map_release
+
+        result = map_release(path, _description(path, False), open_backend(device or "cpu"), context_tokens=context)
+    _show(as_json, record_json(result), lambda: operators_table(result))
+    return 0 if not result.missing else 1
+
+
+@app.command()
+def serve(
+    run: RunArgument,
+    host: str = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 picks a free one and prints it")] = 8000,
+    grace: Annotated[float, typer.Option(help="seconds that open requests get after SIGTERM")] = 30.0,
+    as_json: JsonOption = False,
+) -> int:
+    """Start an OpenAI-compatible server of a run's artifact."""
+    from dayzero import stages
+    from dayzero.core.runstore import RunStore
+    from dayzero.serve.server import run_server
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the server drains on it by itself
+    spec = stages.server_spec(RunStore.open(run), host=host, port=port, grace_s=grace)
+    return run_server(spec, on_ready=(lambda ready: print(json.dumps(ready), flush=True)) if as_json else None)
+
+
+@app.command()
+def validate(run: RunArgument, url: Annotated[str | None, typer.Option(help="a server that runs already")] = None, as_json: JsonOption = False) -> int:
+    """Compare the engine and the server with the transformers reference."""
+    from dayzero import stages
+    from dayzero.report.text import checks_table
+
+    report = _served(run, url, lambda store, where, pids: stages.validate(store, where, _say))
+    _show(as_json, record_json(report), lambda: checks_table(report.checks))
+    return _status(report.verdict)
+
+
+@app.command()
+def bench(run: RunArgument, url: Annotated[str | None, typer.Option(help="a server that runs already")] = None, as_json: JsonOption = False) -> int:
+    """Measure TTFT, TPOT, throughput and memory at several concurrencies."""
+    from dayzero import stages
+    from dayzero.report.text import bench_table
+
+    report = _served(run, url, lambda store, where, pids: stages.bench(store, where, pids, _say))
+    _show(as_json, record_json(report), lambda: bench_table(report))
+    return _status(report.verdict)
+
+
+@app.command()
+def soak(
+    run: RunArgument,
+    duration: Annotated[float | None, typer.Option(help="seconds; the workload's if not given")] = None,
+    url: Annotated[str | None, typer.Option(help="a server that runs already")] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Load the server with good, bad and departing requests, and watch its memory."""
+    from dayzero import stages
+    from dayzero.report.text import soak_table
+
+    report = _served(run, url, lambda store, where, pids: stages.soak(store, where, pids, _say, duration))
+    _show(as_json, record_json(report), lambda: soak_table(report))
+    return _status(report.verdict)
+
+
+@app.command()
+def report(run: RunArgument, as_json: JsonOption = False) -> int:
+    """Write acceptance.json and acceptance.html from the records of a run."""
+    from dayzero import stages
+    from dayzero.core.runstore import RunStore
+    from dayzero.report.text import acceptance_table
+
+    acceptance = stages.report(RunStore.open(run), _say)
+    _show(as_json, record_json(acceptance), lambda: acceptance_table(acceptance))
+    return _status(acceptance.verdict)
+
+
+@app.command()
+def adapt(
+    path: Annotated[Path, typer.Argument(help="a release folder")],
+    target: TargetOption,
+    devices: Annotated[int | None, typer.Option(help="how many devices to use")] = None,
+    workload: Annotated[Path | None, typer.Option(help="a workload file (YAML)")] = None,
+    until: Annotated[str, typer.Option(help="the last stage to run")] = "report",
+    resume: Annotated[bool, typer.Option("--resume", help="keep the records that are still valid")] = False,
+    runs: RunsOption = Path("runs"),
+    device: DeviceOption = None,
+    dtype: Annotated[str | None, typer.Option(help="served dtype; the release's if not given")] = None,
+    context: int | None = None,
+    concurrency: int | None = None,
+    memory_fraction: float | None = None,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """The whole pipeline: from a release folder to a served, validated model and an acceptance report."""
+    from dayzero import pipeline
+    from dayzero.core.plan import Plan
+    from dayzero.core.reports import Acceptance
+    from dayzero.devices.targets import load_target
+    from dayzero.report.text import acceptance_table, plan_table
+
+    options = _given(
+        plan=_given(devices=devices, context=context, concurrency=concurrency, memory_fraction=memory_fraction) or None,
+        device=device, dtype=dtype, trust_remote_code=trust_remote_code or None,
+    )  # fmt: skip
+    store = pipeline.open_run(
+        path, load_target(target), devices=devices, workload=_workload(workload), runs=runs, options=options
+    )
+    _say(f"run folder: {store.folder}")
+    try:
+        pipeline.run(store, until=until, resume=resume, say=_say)
+    except pipeline.Infeasible:
+        made = store.read("plan", Plan)
+        _show(as_json, {"run": str(store.folder), **record_json(made)}, lambda: plan_table(made))
+        return 1
+    if until != "report":
+        _show(as_json, {"schema": "dayzero.run/1", "run": str(store.folder), "until": until}, lambda: f"{until} is done: {store.folder}")
+        return 0
+    acceptance = store.read("report", Acceptance)
+    _show(as_json, {"run": str(store.folder), **record_json(acceptance)}, lambda: acceptance_table(acceptance))
+    return _status(acceptance.verdict)
+
+
+@app.command()
+def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
+    """What this machine, its torch and its device plugins can do, and what is missing."""
+    from dayzero.devices.doctor import doctor_table, examine
+
+    found = examine(device)
+    _show(as_json, record_json(found), lambda: doctor_table(found))
+    return _status(found.verdict)
+
+
+targets_app = typer.Typer(invoke_without_command=True, help="List the accelerators that ship as hardware files, or measure one.")
+app.add_typer(targets_app, name="targets")
+
+
+@targets_app.callback()
+def targets(context: typer.Context, as_json: JsonOption = False) -> int | None:
+    if context.invoked_subcommand is not None:
+        return None
+    from dayzero.devices.targets import list_targets
+    from dayzero.report.text import targets_table
+
+    listed = list_targets()
+    _show(as_json, {"schema": "dayzero.targets/1", "targets": [to_dict(one) for one in listed]}, lambda: targets_table(listed))
+    return 0
+
+
+@targets_app.command("measure")
+def targets_measure(
+    file: Annotated[Path, typer.Option("--out", help="the hardware file to write")] = Path("target.yaml"),
+    device: Annotated[str, typer.Option(help="a torch device string")] = "cpu",
+    as_json: JsonOption = False,
+) -> int:
+    """Measure a device of this machine and write its hardware file."""
+    from dayzero.devices.measure import measure_cpu, measure_device
+    from dayzero.devices.targets import write_target
+
+    target = measure_cpu() if device == "cpu" else measure_device(device)
+    write_target(target, file)
+    _show(as_json, record_json(target), lambda: f"{file}: {target.id}")
+    return 0
+
+
+@app.command()
+def fetch(
+    name: Annotated[str, typer.Argument(help="a model that can be fetched, such as smollm2")],
+    out_folder: Annotated[Path | None, typer.Option("--out", help="the release folder to write")] = None,
+    as_json: JsonOption = False,
+) -> int:
+    """Get a small real model as an ordinary Hugging Face folder."""
+    from dayzero.weights.fetch import fetch as fetch_model
+
+    folder = fetch_model(name, out_folder or Path("models") / name, _say)
+    _show(as_json, {"schema": "dayzero.fetch/1", "name": name, "folder": str(folder)}, lambda: str(folder))
+    return 0
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _is_run(path: Path) -> bool:
+    from dayzero.core.runstore import INPUTS_FILE
+
+    return (path / INPUTS_FILE).is_file()
+
+
+def _description(path: Path, trust_remote_code: bool) -> Any:
+    """A ModelDescription from a release folder, a config.json or a 1_model.json; unsound ones are refused."""
+    from dayzero.core.model import ModelDescription
+    from dayzero.core.records import read_json, read_record
+    from dayzero.stages import require_sound
+
+    data = read_json(path) if path.is_file() else None
+    if isinstance(data, dict) and str(data.get("schema", "")).startswith("dayzero.model/"):
+        model = read_record(ModelDescription, path)
+    else:
+        from dayzero.model.describe import describe
+
+        model = describe(path, trust_remote_code=trust_remote_code)
+    require_sound(model)
+    return model
+
+
+def _workload(path: Path | None) -> Any:
+    from dayzero.core.target import Workload, load_yaml
+
+    if path is None:
+        return Workload()
+    if not path.is_file():
+        raise DayZeroError(f"there is no workload file at {path}", got="no such file", want="a YAML file", fix="correct --workload")
+    data = load_yaml(path) or {}
+    if isinstance(data, dict):
+        data.pop("schema", None)
+    return from_dict(Workload, data, source=str(path))
+
+
+def _served(run: Path, url: str | None, measure: Any) -> Any:
+    """Measure against a given server, or against this run's own, started for the occasion."""
+    from dayzero import stages
+    from dayzero.core.runstore import RunStore
+
+    store = RunStore.open(run)
+    if url is not None:
+        return measure(store, url, ())
+    with stages.serving(store, _say) as server:
+        return measure(store, server.url, stages.process_ids(server))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""From an Artifact to a running Engine: load the weights, prove the best tier that is right, allocate the cache.
+
+build a shrunken instance -> try T2, T1, T0 on it -> load the real weights -> check 64 tokens -> Engine
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dayzero.core.errors import DayZeroError
+from dayzero.core.generation import EngineInfo
+from dayzero.core.records import STRICT, from_dict
+from dayzero.model.classes import find_layers, text_config
+from dayzero.model.shrink import build_shrunken
+from dayzero.ops.cpu import build as cpu_kernels
+from dayzero.ops.paged import CompiledState, PagedState, TorchState
+from dayzero.runtime.engine import Engine
+from dayzero.runtime.flat import FlatRunner
+from dayzero.runtime.native import NativeRunner
+from dayzero.runtime.paged import PagedRunner
+from dayzero.runtime.proof import BLOCK_TOKENS, Proof, judge, proof_sequences, prove, replay, uncached_logits
+from dayzero.runtime.runner import LoadedModel, Runner
+from dayzero.runtime.weights_in import load_module, release_config
+
+# Tokens of the check on the real weights, run as one prompt chunk of 48 and 16 decode steps.
+CHECK_PROMPT, CHECK_DECODED = 48, 16
+# Error of a served row over the size of the reference's row (Frobenius), by dtype. float32: rounding of sums that are
+# taken in another order. bfloat16: 8 bits of mantissa, over a few dozen layers; `validate` measures it properly against
+# float32. A wrong mask, position or weight is off by tens of percent.
+CHECK_LIMIT = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineSpec:
+    """Everything an engine process needs, as plain JSON. `tier` other than "auto" tries only that one (and below)."""
+
+    __pydantic_config__ = STRICT
+    artifact: str
+    model: str
+    device: str = "cpu"
+    dtype: str = "auto"
+    context_tokens: int = 2048
+    max_sequences: int = 8
+    pool_tokens: int = 16384
+    block_tokens: int = 16
+    chunk_tokens: int = 512
+    tier: str = "auto"
+    kernels: str = "auto"  # auto | compiled | torch
+    compile: str = "auto"  # auto | on | off: compiled layers (T2)
+    threads: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    towers_not_served: tuple[str, ...] = ()
+
+
+Maker = Callable[[LoadedModel, bool], Runner]  # a model, and whether it is the shrunken one
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TierChoice:
+    make: Callable[[LoadedModel], Runner]
+    proofs: tuple[Proof, ...]  # in the order tried; the last one passed
+
+
+def create_engine(**arguments: Any) -> Engine:
+    """Factory for an engine process: the fields of an EngineSpec."""
+    return load_engine(from_dict(EngineSpec, arguments, source="engine arguments"))
+
+
+def load_engine(spec: EngineSpec, log: Callable[[str], None] = lambda text: None) -> Engine:
+    """Load, prove and check. Raises DayZeroError where the release cannot be served here."""
+    if spec.threads:
+        torch.set_num_threads(spec.threads)
+    folder, device = Path(spec.artifact), open_device(spec.device)
+    make_state, instruction_set, kernel_note = kernel_state(spec.kernels, device)
+    started = time.perf_counter()
+    config = release_config(folder)
+    dtype = resolve_dtype(spec.dtype, config)
+    choice = choose_tier(spec, folder, device, make_state)
+    log(f"{choice.proofs[-1].tier} is right on a shrunken instance ({time.perf_counter() - started:.1f} s)")
+    model = load_module(folder, dtype=dtype, device=device)
+    if spec.pool_tokens < 1:
+        raise DayZeroError(
+            "the cache has no room",
+            got=f"{spec.pool_tokens} tokens",
+            want="at least one block",
+            fix="raise --memory-fraction or lower --context",
+        )
+    with torch.no_grad():
+        sequence = proof_sequences(model.vocab_size, seed=11)[1] * 8
+        sequence = sequence[: min(CHECK_PROMPT + CHECK_DECODED, spec.context_tokens)]
+        reference = uncached_logits(model.module, sequence, device)
+        runner = choice.make(model)
+        check = check_real(runner, sequence, reference, spec, dtype)
+    log(f"{check.tier} on the real weights: relative error {check.max_error:.2g}")
+    if not check.passed:
+        raise DayZeroError(
+            "the engine disagrees with the model on the real weights",
+            got=check.reason,
+            want=f"a relative error of at most {CHECK_LIMIT[dtype]:g}",
+            fix="serve with --tier T0 and report the model's config: this is a bug in dayzero",
+        )
+    info = EngineInfo(
+        model=spec.model,
+        tier=runner.tier,
+        tier_reasons=tier_reasons(choice.proofs, check, kernel_note, runner),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        instruction_set=instruction_set,
+        vocab_size=model.vocab_size,
+        context_tokens=spec.context_tokens,
+        capacity_tokens=min(spec.context_tokens, num_blocks(spec) * spec.block_tokens),
+        block_tokens=spec.block_tokens,
+        num_blocks=num_blocks(spec),
+        max_sequences=spec.max_sequences,
+        prefix_reuse=runner.prefix_reuse,
+        stop_token_ids=spec.stop_token_ids,
+        towers_not_served=spec.towers_not_served,
+    )
+    return Engine(runner, info, chunk_tokens=spec.chunk_tokens)
+
+
+def num_blocks(spec: EngineSpec) -> int:
+    return -(-spec.pool_tokens // spec.block_tokens)
+
+
+def open_device(name: str) -> torch.device:
+    """A torch device that can hold a tensor. Raises DayZeroError naming what is missing."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise DayZeroError(
+            f"device {name!r} cannot be used",
+            got=str(error).splitlines()[0],
+            want="a device torch can reach",
+            fix="run `dayzero doctor --device " + name + "`",
+        ) from error
+    if device.type == "meta":
+        raise DayZeroError(
+            "the meta device holds no values", got=name, want="cpu, cuda or another accelerator", fix="--device cpu"
+        )
+    return device
+
+
+def resolve_dtype(name: str, config: Any) -> torch.dtype:
+    wanted = getattr(text_config(config), "dtype", None) or torch.float32 if name == "auto" else getattr(torch, name, None)
+    if wanted not in CHECK_LIMIT:
+        raise DayZeroError(
+            "the engine cannot compute in this dtype",
+            got=name if name != "auto" else str(wanted),
+            want="float32, bfloat16 or float16",
+            fix="give --dtype bfloat16 or float32",
+        )
+    assert isinstance(wanted, torch.dtype)
+    return wanted
+
+
+def kernel_state(kernels: str, device: torch.device) -> tuple[Callable[[], PagedState], str, str]:
+    """How to make a paged state for the device, the instruction set in use, and a note on a fallback ("" if none)."""
+    if device.type != "cpu" or kernels == "torch":
+        return TorchState, torch.backends.cpu.get_cpu_capability().lower() if device.type == "cpu" else device.type, ""
+    built = cpu_kernels.load()
+    if built.available:
+        return CompiledState, built.isa, ""
+    if kernels == "compiled":
+        raise DayZeroError("the CPU kernels cannot be built", got=built.reason, want="a C++ compiler", fix="install g++")
+    return TorchState, torch.backends.cpu.get_cpu_capability().lower(), f"no compiled CPU kernels: {built.reason}"
+
+
+def choose_tier(spec: EngineSpec, folder: Path, device: torch.device, make_state: Callable[[], PagedState]) -> TierChoice:
+    """The first tier that is right on a shrunken instance of the release's own config, with every attempt's proof."""
+    shrunken, shrunk = build_shrunken(release_config(folder), dtype=torch.float32, seed=0)
+    tiny_config = shrunk.config
+    shrunken = shrunken.requires_grad_(False).to(device)
+    tiny = LoadedModel(shrunken, find_layers(shrunken)[0], text_config(tiny_config).vocab_size, device, torch.float32)
+    sequences = proof_sequences(tiny.vocab_size)
+    with torch.no_grad():
+        references = [uncached_logits(shrunken, tokens, device) for tokens in sequences]
+    proofs: list[Proof] = []
+    for tier, make in candidates(spec, make_state):
+        proof = prove(lambda make=make: make(tiny, True), tier, references, sequences)  # type: ignore[misc]
+        proofs.append(proof)
+        if proof.passed:
+            return TierChoice(make=lambda model, make=make: make(model, False), proofs=tuple(proofs))  # type: ignore[misc]
+    raise DayZeroError(
+        "no way of running this model was shown to be right",
+        got="; ".join(f"{proof.tier}: {proof.reason}" for proof in proofs),
+        want="logits equal to the uncached forward",
+        fix="report the model's config: this is a bug in dayzero",
+    )
+
+
+def candidates(spec: EngineSpec, make_state: Callable[[], PagedState]) -> list[tuple[str, Maker]]:
+    """Tiers to try, best first. Each maker takes a model and whether it is the shrunken one (which needs few blocks)."""
+
+    def paged(model: LoadedModel, is_tiny: bool) -> Runner:
+        blocks, block_tokens = (64, BLOCK_TOKENS) if is_tiny else (num_blocks(spec), spec.block_tokens)
+        return PagedRunner(model, make_state(), num_blocks=blocks, block_tokens=block_tokens)
+
+    every: list[tuple[str, Maker]] = [
+        ("T2", paged),
+        ("T1", lambda model, _: FlatRunner(model, whole_prompts=False)),
+        ("T1 (prompts in one piece)", lambda model, _: FlatRunner(model, whole_prompts=True)),
+        ("T0", lambda model, _: NativeRunner(model, cached=True, whole_prompts=False)),
+        ("T0 (prompts in one piece)", lambda model, _: NativeRunner(model, cached=True, whole_prompts=True)),
+        ("T0 (computed anew at every step)", lambda model, _: NativeRunner(model, cached=False, whole_prompts=False)),
+    ]
+    if spec.tier == "auto":
+        return every
+    known = ("T2", "T1", "T0")
+    if spec.tier not in known:
+        raise DayZeroError("unknown tier", got=spec.tier, want=", ".join(["auto", *known]), fix="give --tier auto")
+    return every[next(index for index, (name, _) in enumerate(every) if name.startswith(spec.tier)) :]
+
+
+def check_real(runner: Runner, tokens: list[int], reference: torch.Tensor, spec: EngineSpec, dtype: torch.dtype) -> Proof:
+    """One sequence on the real weights, as a prompt and single tokens, in the served dtype."""
+    prompt = max(1, len(tokens) - CHECK_DECODED)
+    steps = [[(0, prompt)], *([[(0, 1)]] * (len(tokens) - prompt))]
+    got = replay(runner, [tokens], steps, block_tokens=spec.block_tokens, num_blocks=num_blocks(spec))
+    errors = [(got[0] - reference).norm(dim=-1, keepdim=True) / reference.norm(dim=-1, keepdim=True).clamp_min(1e-12)]
+    return judge(runner.tier, errors, [torch.zeros_like(errors[0])], limit=CHECK_LIMIT[dtype])
+
+
+def tier_reasons(proofs: tuple[Proof, ...], check: Proof, kernel_note: str, runner: Runner) -> tuple[str, ...]:
+    """Why this tier: what refuted the better ones, in words for the report."""
+    refuted = [f"{proof.tier} is not used: {proof.reason}" for proof in proofs[:-1]]
+    chosen = proofs[-1]
+    shown = f"{chosen.tier} is right on a shrunken instance: worst logit error {chosen.max_error:.2g} in float32"
+    real = f"on the real weights the relative error against the uncached forward is {check.max_error:.2g}"
+    notes = [kernel_note] if kernel_note else []
+    if runner.whole_prompts:
+        notes.append("prompts are run in one piece: this model's state cannot be continued in the middle of a prompt")
+    return (*refuted, shown, real, *notes)

@@ -1,0 +1,317 @@
+"""Each stage of the pipeline as one function: records of the run folder in, the stage's record out.
+
+Nothing here knows the order (`pipeline.py` does) or prints (`cli.py` does). Heavy packages are imported inside the stage
+that needs them, so that planning never waits for torch.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dayzero.core.artifact import WeightsReport
+from dayzero.core.errors import DayZeroError
+from dayzero.core.generation import EngineInfo
+from dayzero.core.model import ModelDescription
+from dayzero.core.operators import OperatorMap
+from dayzero.core.plan import Plan
+from dayzero.core.records import from_dict, to_dict
+from dayzero.core.reports import Acceptance, BenchReport, Check, NumericsReport, ServingReport, StabilityReport, overall
+from dayzero.core.runstore import RunStore
+from dayzero.core.target import Target, Workload
+from dayzero.plan import PlanOptions, make_plan
+
+if TYPE_CHECKING:
+    from dayzero.serve.launch import ServerProcess
+    from dayzero.serve.spec import ServerSpec
+
+Say = Callable[[str], None]
+
+
+def require_sound(model: ModelDescription) -> None:
+    """Raises DayZeroError listing every error found in the input at once."""
+    errors = [problem for problem in model.problems if problem.severity == "error"]
+    if errors:
+        listed = [f"{problem.file or problem.tensor or problem.kind}: {problem.detail}" for problem in errors]
+        raise DayZeroError(
+            f"{model.name} is not sound: {len(errors)} error{'s' if len(errors) > 1 else ''}",
+            got="\n         ".join(listed[:50]),
+            want="config, index and shards that agree",
+            fix="fetch the named files again, or correct the config",
+            details={"problems": [to_dict(problem) for problem in model.problems]},
+        )
+
+
+def source_of(store: RunStore) -> Path:
+    """The release folder of a run. Raises DayZeroError when it is gone."""
+    path = (store.folder / str(store.inputs["source"])).resolve()
+    if not path.exists():
+        raise DayZeroError(
+            "the release folder of this run is gone",
+            got=path,
+            want="the folder `adapt` was given",
+            fix="put it back, or run `dayzero adapt` on its new place",
+        )
+    return path
+
+
+def workload_of(store: RunStore) -> Workload:
+    return from_dict(Workload, store.inputs["workload"], source="0_inputs.json: workload")
+
+
+def target_of(store: RunStore) -> Target:
+    return from_dict(Target, store.inputs["target"], source="0_inputs.json: target")
+
+
+def option_of(store: RunStore, name: str, default: Any = None) -> Any:
+    return store.inputs.get("options", {}).get(name, default)
+
+
+def inspect(store: RunStore, say: Say) -> ModelDescription:
+    from dayzero.model.describe import describe
+
+    model = describe(source_of(store), trust_remote_code=bool(option_of(store, "trust_remote_code")))
+    store.write("inspect", model)
+    require_sound(model)
+    return model
+
+
+def plan(store: RunStore, say: Say) -> Plan:
+    model = store.read("inspect", ModelDescription)
+    options = from_dict(PlanOptions, option_of(store, "plan", {}), source="0_inputs.json: plan options")
+    result = make_plan(model, target_of(store), workload_of(store), options)
+    store.write("plan", result)
+    return result
+
+
+def convert(store: RunStore, say: Say) -> WeightsReport:
+    """The artifact lives beside the runs, under its key: two runs of the same layout share it."""
+    from dataclasses import replace
+
+    from dayzero.weights.convert import artifact_key
+    from dayzero.weights.convert import convert as convert_release
+
+    model, layout = store.read("inspect", ModelDescription), store.read("plan", Plan).layout
+    out = store.folder.parent / "artifacts" / artifact_key(model.source_hash, layout)
+    report = convert_release(source_of(store), model, layout, out, progress=_bytes_progress(say))
+    report = replace(report, artifact=store.relative(out), inputs=store.input_hashes("convert"))
+    store.write("convert", report)
+    return report
+
+
+def map_operators(store: RunStore, say: Say) -> OperatorMap:
+    from dayzero.devices.backend import open_backend
+    from dayzero.model.operators import map_release
+
+    model, made = store.read("inspect", ModelDescription), store.read("plan", Plan)
+    backend = open_backend(device_of(store))
+    result = map_release(source_of(store), model, backend, context_tokens=made.context_tokens)
+    store.write("map", result)
+    return result
+
+
+def device_of(store: RunStore) -> str:
+    """The torch device of the run: as asked, else the target's."""
+    return str(option_of(store, "device") or target_of(store).software.torch_device)
+
+
+def artifact_of(store: RunStore) -> Path:
+    return (store.folder / store.read("convert", WeightsReport).artifact).resolve()
+
+
+def engine_arguments(store: RunStore) -> dict[str, Any]:
+    """What an engine process needs to load this run's artifact: the fields of a runtime EngineSpec."""
+    model, made = store.read("inspect", ModelDescription), store.read("plan", Plan)
+    wanted_tokens = made.context_tokens * made.concurrency
+    return {
+        "artifact": str(artifact_of(store)),
+        "model": model.name,
+        "device": device_of(store),
+        "dtype": option_of(store, "dtype") or "auto",
+        "context_tokens": made.context_tokens,
+        "max_sequences": made.concurrency,
+        "pool_tokens": min(made.admissible_tokens, wanted_tokens),
+        "block_tokens": made.block_tokens,
+        "chunk_tokens": made.prefill_chunk_tokens,
+        "stop_token_ids": list(model.stop_token_ids),
+        "towers_not_served": list(model.towers),
+    }
+
+
+def server_spec(store: RunStore, **settings: Any) -> "ServerSpec":
+    from dayzero.serve.spec import ServerSpec
+
+    folder = artifact_of(store) / "release"
+    has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    return ServerSpec(
+        engine_factory="dayzero.runtime.load:create_engine",
+        engine_arguments=engine_arguments(store),
+        served_model_name=store.read("inspect", ModelDescription).name,
+        tokenizer_folder=folder if has_tokenizer else None,
+        **settings,
+    )
+
+
+@contextmanager
+def serving(store: RunStore, say: Say) -> Iterator["ServerProcess"]:
+    """This run's server for as long as the block runs; nothing of it is left afterwards."""
+    from dayzero.serve.launch import ServerProcess
+
+    say("starting the server")
+    with ServerProcess(server_spec(store, port=0), log=store.logs / "server.log") as server:
+        yield server
+
+
+def engine_info(url: str) -> EngineInfo:
+    """The facts of the engine behind a server, from its model list."""
+    import httpx
+
+    listed = httpx.get(f"{url}/v1/models", timeout=30.0, trust_env=False).json()["data"][0]
+    return from_dict(EngineInfo, listed["engine"], source="the server's model list")
+
+
+def process_ids(server: "ServerProcess") -> tuple[int, ...]:
+    """The front's and the engine's, for memory figures."""
+    engine = server.engine_pid
+    return (server.pid,) if engine is None else (server.pid, engine)
+
+
+def serve(store: RunStore, server: "ServerProcess", load_s: float) -> ServingReport:
+    """What came up: the engine's own facts, and whether it admits what the plan promised."""
+    info = engine_info(server.url)
+    made = store.read("plan", Plan)
+    promised = min(made.admissible_tokens, made.context_tokens * made.concurrency)
+    admitted = info.num_blocks * info.block_tokens
+    checks = (
+        Check(name="server_ready", verdict="pass", value=round(load_s, 2), limit=None, detail="seconds to the first health"),
+        Check(
+            name="capacity_as_planned",
+            verdict="pass" if admitted >= promised else "fail",
+            value=admitted,
+            limit=promised,
+            detail="tokens of cache that the engine admits, against the plan",
+        ),
+        Check(
+            name="tier",
+            verdict="pass",
+            value=info.tier,
+            limit=None,
+            detail="; ".join(info.tier_reasons),
+        ),
+    )
+    fallbacks = tuple(reason for reason in info.tier_reasons if "not used" in reason or "no compiled" in reason)
+    report = ServingReport(
+        verdict=overall(checks),
+        engine=to_dict(info),
+        checks=checks,
+        load_s=load_s,
+        fallbacks=fallbacks,
+        inputs=store.input_hashes("serve"),
+    )
+    store.write("serve", report)
+    return report
+
+
+def validate(store: RunStore, url: str, say: Say) -> NumericsReport:
+    """Numbers of an in-process engine on the same artifact, and tokens of the running server, against transformers."""
+    from dataclasses import replace
+
+    from dayzero.runtime.load import create_engine
+    from dayzero.runtime.subject import EngineSubject
+    from dayzero.validate.http_subject import HttpSubject
+    from dayzero.validate.inputs import InputOptions, load_inputs
+    from dayzero.validate.reference import ReleaseReference
+    from dayzero.validate.run import validate as compare
+
+    model, source = store.read("inspect", ModelDescription), source_of(store)
+    engine = create_engine(**engine_arguments(store))
+    try:
+        subject = EngineSubject(engine)
+        inputs = load_inputs(source, subject.info, options=InputOptions())
+        with HttpSubject(url) as served:
+            report = compare(
+                subject,
+                ReleaseReference(source),
+                inputs=inputs,
+                served=served,
+                layer_kinds=model.layer_kinds,
+                progress=say,
+            )
+    finally:
+        engine.close()
+    report = replace(report, inputs=store.input_hashes("validate"))
+    store.write("validate", report)
+    return report
+
+
+def bench(store: RunStore, url: str, pids: tuple[int, ...], say: Say) -> BenchReport:
+    from dataclasses import replace
+
+    from dayzero.report.bench import bench as measure
+
+    workload, serving_report = workload_of(store), store.read("serve", ServingReport)
+    engine = serving_report.engine
+    concurrencies = sorted({1, 2, 4, workload.concurrency} & set(range(1, workload.concurrency + 1)))
+    report = measure(
+        url,
+        instruction_set=str(engine["instruction_set"]),
+        concurrencies=concurrencies,
+        requests_per_point=max(4, workload.concurrency),
+        input_tokens=workload.input_tokens,
+        output_tokens=workload.output_tokens,
+        vocab_size=int(engine["vocab_size"]),
+        memory_of=list(pids),
+        max_ttft_s=workload.max_ttft_s,
+        max_tpot_s=workload.max_tpot_s,
+        goal_concurrency=workload.concurrency,
+        progress=say,
+    )
+    report = replace(report, inputs=store.input_hashes("bench"))
+    store.write("bench", report)
+    return report
+
+
+def soak(store: RunStore, url: str, pids: tuple[int, ...], say: Say, duration_s: float | None = None) -> StabilityReport:
+    from dataclasses import replace
+
+    from dayzero.report.soak import soak as load
+
+    workload, serving_report = workload_of(store), store.read("serve", ServingReport)
+    report = load(
+        url,
+        duration_s=workload.soak_s if duration_s is None else duration_s,
+        concurrency=workload.concurrency,
+        pids=list(pids),
+        vocab_size=int(serving_report.engine["vocab_size"]),
+        context_tokens=int(serving_report.engine["context_tokens"]),
+        progress=say,
+    )
+    report = replace(report, inputs=store.input_hashes("soak"))
+    store.write("soak", report)
+    return report
+
+
+def report(store: RunStore, say: Say) -> Acceptance:
+    from dayzero.core.records import write_text_atomic
+    from dayzero.report.acceptance import build
+    from dayzero.report.html import render
+
+    acceptance = build(store)
+    store.write("report", acceptance)
+    write_text_atomic(store.folder / "acceptance.html", render(store, acceptance))
+    return acceptance
+
+
+def _bytes_progress(say: Say) -> Any:
+    """How conversion reports: (bytes done, bytes in all)."""
+    from dayzero.core.units import format_bytes
+
+    last = [-1]
+
+    def update(done: int, total: int) -> None:
+        percent = 100 * done // max(total, 1)
+        if percent // 10 != last[0]:
+            last[0] = percent // 10
+            say(f"{format_bytes(done)} of {format_bytes(total)}")
+
+    return update
