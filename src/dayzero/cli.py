@@ -18,7 +18,9 @@ from rich.console import Console
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import from_dict, record_json, to_dict
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__.split("\n")[0] if __doc__ else "")
+app = typer.Typer(
+    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__.split("\n")[0] if __doc__ else ""
+)
 out, err = Console(), Console(stderr=True)
 
 PathArgument = Annotated[Path, typer.Argument(help="a release folder or a config.json")]
@@ -38,7 +40,11 @@ def main() -> NoReturn:
         status = app(standalone_mode=False)
         sys.exit(status if isinstance(status, int) else 0)
     except KeyboardInterrupt:
-        _fail(DayZeroError("interrupted", got="a signal", want="to finish", fix="run the same command with --resume"), wants_json, 130)
+        _fail(
+            DayZeroError("interrupted", got="a signal", want="to finish", fix="run the same command with --resume"),
+            wants_json,
+            130,
+        )
     except DayZeroError as error:
         _fail(error, wants_json, 2)
     except BrokenPipeError:
@@ -47,7 +53,11 @@ def main() -> NoReturn:
     except Exception as error:
         if type(error).__module__.split(".")[0] in ("click", "typer"):  # the command line itself was wrong
             message = getattr(error, "format_message", lambda: str(error))()
-            _fail(DayZeroError(message, got=" ".join(sys.argv[1:]), want="see --help", fix="correct the command line"), wants_json, 2)
+            _fail(
+                DayZeroError(message, got=" ".join(sys.argv[1:]), want="see --help", fix="correct the command line"),
+                wants_json,
+                2,
+            )
         if os.environ.get("DAYZERO_DEBUG"):
             traceback.print_exc()
         where = traceback.extract_tb(error.__traceback__)[-1]
@@ -222,7 +232,11 @@ def serve(
 
 
 @app.command()
-def validate(run: RunArgument, url: Annotated[str | None, typer.Option(help="a server that runs already")] = None, as_json: JsonOption = False) -> int:
+def validate(
+    run: RunArgument,
+    url: Annotated[str | None, typer.Option(help="a server that runs already")] = None,
+    as_json: JsonOption = False,
+) -> int:
     """Compare the engine and the server with the transformers reference."""
     from dayzero import stages
     from dayzero.report.text import checks_table
@@ -233,7 +247,11 @@ def validate(run: RunArgument, url: Annotated[str | None, typer.Option(help="a s
 
 
 @app.command()
-def bench(run: RunArgument, url: Annotated[str | None, typer.Option(help="a server that runs already")] = None, as_json: JsonOption = False) -> int:
+def bench(
+    run: RunArgument,
+    url: Annotated[str | None, typer.Option(help="a server that runs already")] = None,
+    as_json: JsonOption = False,
+) -> int:
     """Measure TTFT, TPOT, throughput and memory at several concurrencies."""
     from dayzero import stages
     from dayzero.report.text import bench_table
@@ -310,7 +328,11 @@ def adapt(
         _show(as_json, {"run": str(store.folder), **record_json(made)}, lambda: plan_table(made))
         return 1
     if until != "report":
-        _show(as_json, {"schema": "dayzero.run/1", "run": str(store.folder), "until": until}, lambda: f"{until} is done: {store.folder}")
+        _show(
+            as_json,
+            {"schema": "dayzero.run/1", "run": str(store.folder), "until": until},
+            lambda: f"{until} is done: {store.folder}",
+        )
         return 0
     acceptance = store.read("report", Acceptance)
     _show(as_json, {"run": str(store.folder), **record_json(acceptance)}, lambda: acceptance_table(acceptance))
@@ -327,7 +349,9 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
     return _status(found.verdict)
 
 
-targets_app = typer.Typer(invoke_without_command=True, help="List the accelerators that ship as hardware files, or measure one.")
+targets_app = typer.Typer(
+    invoke_without_command=True, help="List the accelerators that ship as hardware files, or measure one."
+)
 app.add_typer(targets_app, name="targets")
 
 
@@ -406,7 +430,9 @@ def _workload(path: Path | None) -> Any:
     if path is None:
         return Workload()
     if not path.is_file():
-        raise DayZeroError(f"there is no workload file at {path}", got="no such file", want="a YAML file", fix="correct --workload")
+        raise DayZeroError(
+            f"there is no workload file at {path}", got="no such file", want="a YAML file", fix="correct --workload"
+        )
     data = load_yaml(path) or {}
     if isinstance(data, dict):
         data.pop("schema", None)

@@ -32,7 +32,9 @@ class Infeasible(Exception):
     """The plan does not fit: the run ends after `plan`, with its record in place (exit status 1)."""
 
 
-def open_run(path: Path, target: Target, *, devices: int | None, workload: Workload, runs: Path, options: dict[str, Any]) -> RunStore:
+def open_run(
+    path: Path, target: Target, *, devices: int | None, workload: Workload, runs: Path, options: dict[str, Any]
+) -> RunStore:
     """The run of these inputs, new or continued. Raises DayZeroError when `path` is no release."""
     from dayzero.model.release import open_release
 

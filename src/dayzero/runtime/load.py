@@ -6,6 +6,7 @@ build a shrunken instance -> try T2, T1, T0 on it -> load the real weights -> ch
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,19 +173,24 @@ def kernel_state(kernels: str, device: torch.device) -> tuple[Callable[[], Paged
 
 
 def choose_tier(spec: EngineSpec, folder: Path, device: torch.device, make_state: Callable[[], PagedState]) -> TierChoice:
-    """The first tier that is right on a shrunken instance of the release's own config, with every attempt's proof."""
+    """The first tier that is right on a shrunken instance of the release's own config."""
     shrunken, shrunk = build_shrunken(release_config(folder), dtype=torch.float32, seed=0)
-    tiny_config = shrunk.config
     shrunken = shrunken.requires_grad_(False).to(device)
-    tiny = LoadedModel(shrunken, find_layers(shrunken)[0], text_config(tiny_config).vocab_size, device, torch.float32)
-    sequences = proof_sequences(tiny.vocab_size)
+    vocab_size = text_config(shrunk.config).vocab_size
+    return prove_tiers(LoadedModel(shrunken, find_layers(shrunken)[0], vocab_size, device, torch.float32), spec, make_state)
+
+
+def prove_tiers(tiny: LoadedModel, spec: EngineSpec, make_state: Callable[[], PagedState]) -> TierChoice:
+    """Try tiers on a small float32 model, best first, until one is right; every attempt's proof is kept.
+
+    Raises DayZeroError when none is, with every reason.
+    """
+    sequences, proofs = proof_sequences(tiny.vocab_size), []
     with torch.no_grad():
-        references = [uncached_logits(shrunken, tokens, device) for tokens in sequences]
-    proofs: list[Proof] = []
+        references = [uncached_logits(tiny.module, tokens, tiny.device) for tokens in sequences]
     for tier, make in candidates(spec, make_state):
-        proof = prove(lambda make=make: make(tiny, True), tier, references, sequences)  # type: ignore[misc]
-        proofs.append(proof)
-        if proof.passed:
+        proofs.append(prove(partial(make, tiny, True), tier, references, sequences))
+        if proofs[-1].passed:
             return TierChoice(make=lambda model, make=make: make(model, False), proofs=tuple(proofs))  # type: ignore[misc]
     raise DayZeroError(
         "no way of running this model was shown to be right",

@@ -227,7 +227,7 @@ class PagedRunner:
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         width = torch.empty(0, dtype=self.model.dtype).element_size()
-        return self._block_tokens * width * sum(call.num_kv_heads * (call.key_dim + call.value_dim) for call in self.calls)
+        return self.block_tokens * width * sum(call.num_kv_heads * (call.key_dim + call.value_dim) for call in self.calls)
 
     def launch(self, batch: StepBatch) -> Launched:
         self.state.begin_step(batch)
@@ -263,7 +263,7 @@ class PagedRunner:
         return learning.calls
 
     def _attach(self, num_blocks: int, block_tokens: int) -> None:
-        self._block_tokens, device, dtype = block_tokens, self.model.device, self.model.dtype
+        self.block_tokens, device, dtype = block_tokens, self.model.device, self.model.dtype
         for call in self.calls:
             shape = (num_blocks, block_tokens, call.num_kv_heads)
             k_pool = torch.zeros(*shape, call.key_dim, device=device, dtype=dtype)

@@ -1,0 +1,44 @@
+# Everything runs in .venv, which `setup` makes. A machine with Python 3.11 or newer and pip is enough; a C++ compiler
+# makes the CPU kernels (without one the engine runs on plain PyTorch, and says so).
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.PHONY: setup test check demo sweep bench bench-convert clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,gguf,dev]'
+	$(BIN)/python -m dayzero.ops.cpu
+	@touch $@
+
+# All tests: unit, model, device and e2e.
+test: $(READY)
+	$(BIN)/python -m pytest
+
+# What a commit must pass, in under a minute: style, types, layers, unit tests.
+check: $(READY)
+	$(BIN)/ruff check src tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/python -m pytest tests/unit
+
+# From nothing to a served, validated model and an acceptance report.
+demo: $(READY)
+	$(BIN)/python scripts/demo.py
+
+# The engine's equality check on every decoder type transformers has (tiny instances).
+sweep: $(READY)
+	$(BIN)/python benchmarks/sweep.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/engine.py
+
+bench-convert: $(READY)
+	$(BIN)/python benchmarks/convert.py
+
+clean:
+	rm -rf $(VENV) build runs models

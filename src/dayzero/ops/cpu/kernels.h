@@ -1,0 +1,70 @@
+// What one instruction set provides: a table of plain functions over raw pointers. In: rows, weights, key and value row
+// pointers. Out: written through pointers. No torch here, no allocation, no threads: operators.cpp does those.
+// Legend: M rows, N output columns, K reduced dimension, G query heads per key head, Dk/Dv head dimensions.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+namespace dayzero {
+
+enum class DType : int { f32, bf16, f16 };
+struct bf16 { uint16_t bits; };
+struct half { uint16_t bits; };
+
+// Keys are attended in partitions that start at multiples of this absolute position, so a result depends on the sequence
+// alone: never on threads or neighbours. 512 keys of scores for 4 heads are 8 KiB: they stay in the first-level cache.
+constexpr int kPartitionKeys = 512;
+// Columns are handed to threads in units of this many: the rows of one AMX tile.
+constexpr int kColumnUnit = 16;
+
+struct LinearCall {          // out[M,N] = x[M,K] @ w[N,K]^T + bias[N]; strides in elements, last dimension dense
+  const void* x; int64_t x_stride; DType x_type;        // out has x's type
+  const void* w; int64_t w_stride; DType w_type;
+  const void* bias; DType bias_type;                    // bias may be null
+  void* out; int64_t out_stride;
+  int64_t M, N, K;
+};
+
+struct AttendCall {          // one query token, one key head, keys of one partition -> unnormalised partial result
+  const float* q; int64_t G, Dk, Dv;                    // q [G, Dk]
+  const void* const* k_rows; const void* const* v_rows; // num_keys pointers, plus 3 repeats of the last
+  int64_t num_keys; DType type;
+  float scale, softcap;
+  float* maximum; float* sum; float* acc;               // [G], [G], [G, Dv]
+};
+
+struct SoftmaxRow {          // scores[0:n] in place -> probabilities; keys outside [low, high) get 0
+  float* scores; int64_t n, low, high;
+  float scale, softcap;
+  bool has_sink; float sink;
+};
+
+struct NormRow {             // out = x * rsqrt(mean(x^2) + eps) * (weight_offset + weight)
+  const void* x; void* out; DType type;
+  const void* weight; DType weight_type;                // may be null
+  int64_t n; float eps, weight_offset;
+};
+
+struct KernelTable {
+  const char* isa;
+  bool hardware_bf16;                                   // whether a library bf16 matmul is worth calling here
+  size_t (*linear_pack_bytes)(const LinearCall&);       // 0: x is used where it lies
+  void (*linear_pack)(const LinearCall&, void* packed);
+  void (*linear_columns)(const LinearCall&, const void* packed, int64_t column_begin, int64_t column_end);
+  void (*attend)(const AttendCall&);
+  void (*softmax_row)(const SoftmaxRow&);
+  void (*norm_row)(const NormRow&);
+  void (*to_f32)(const void* source, DType type, float* out, int64_t n);
+  void (*from_f32)(const float* source, void* out, DType type, int64_t n);
+};
+
+}  // namespace dayzero
+
+// One per compiled instruction set. Weak: a compiler that is too old for one simply leaves it out.
+extern "C" {
+const dayzero::KernelTable* dayzero_kernels_generic();
+__attribute__((weak)) const dayzero::KernelTable* dayzero_kernels_avx2();
+__attribute__((weak)) const dayzero::KernelTable* dayzero_kernels_avx512();
+__attribute__((weak)) const dayzero::KernelTable* dayzero_kernels_avx512_bf16();
+__attribute__((weak)) const dayzero::KernelTable* dayzero_kernels_amx_bf16();
+}

@@ -1,0 +1,56 @@
+"""What torch's dispatcher answers about a library operator on a device, without running it.
+
+Goes in: an operator overload and a dispatch key. Comes out: whether the device has a kernel, whether the operator is taken
+apart into others, would run on the CPU through the device's fallback, or cannot run at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+Answer = Literal["kernel", "composite", "host", "none"]
+
+
+def ask(op: torch._ops.OpOverload, dispatch_key: str) -> Answer:
+    """`composite`: torch takes it apart before any device is asked, so ask about its parts. `host`: the CPU would run it."""
+    name = op.name()
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, dispatch_key):
+        return "kernel"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
+        return "composite"
+    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, dispatch_key):
+        return "kernel"
+    if torch._C._dispatch_has_backend_fallback(torch._C._parse_dispatch_key(dispatch_key)):
+        return "host"
+    return "none"
+
+
+class _Listener(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[torch._ops.OpOverload] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def parts(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch._ops.OpOverload]:
+    """The operators that a composite one calls for these arguments, found by running it on the CPU."""
+    listener = _Listener()
+    with torch.no_grad(), listener:
+        if op.decompose(*args, **kwargs) is NotImplemented:
+            op(*args, **kwargs)
+    return [part for part in dict.fromkeys(listener.ops) if part is not op]
+
+
+def ask_all(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Answer, str]:
+    """As `ask`, composite ones answered by the worst of their parts; the second value names the part that decided."""
+    answer = ask(op, dispatch_key)
+    if answer != "composite":
+        return answer, op.name()
+    order: list[Answer] = ["none", "host", "composite", "kernel"]
+    answers = [(ask(part, dispatch_key), part.name()) for part in parts(op, args, kwargs)]
+    return min(answers, key=lambda pair: order.index(pair[0]), default=("kernel", op.name()))

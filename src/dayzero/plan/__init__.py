@@ -1,0 +1,9 @@
+"""ModelDescription + Target + Workload -> Plan: on how many cards a model runs, how, and why not otherwise.
+
+Integers and formulas only: no torch here, and nothing is imported but `dayzero.core`.
+"""
+
+from dayzero.plan.options import PlanOptions
+from dayzero.plan.planner import make_plan
+
+__all__ = ["PlanOptions", "make_plan"]

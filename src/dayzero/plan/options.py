@@ -1,0 +1,117 @@
+"""What a plan is asked for: `PlanOptions` as a user gives them, `Request` with every blank filled in.
+
+Deliberately not done: anything that needs the model's layers (that is `search` and `ledger`).
+"""
+
+from dataclasses import dataclass
+
+from dayzero.core.errors import DayZeroError
+from dayzero.core.model import ModelDescription
+from dayzero.core.records import STRICT
+from dayzero.core.target import Target, Workload
+from dayzero.core.units import DTYPE_BITS, canonical_dtype
+from dayzero.plan.formats import AS_PUBLISHED, weight_dtype_name
+
+AXES = ("tp", "pp", "dp", "cp", "ep")
+
+# The share of a card that engines take when nobody says otherwise: what is left serves the driver and other processes.
+DEFAULT_MEMORY_FRACTION = 0.9
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """None means: choose it (degrees, devices), take it from the workload (context, concurrency) or from the release."""
+
+    __pydantic_config__ = STRICT
+    devices: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    ep: int | None = None
+    dp: int | None = None
+    cp: int | None = None
+    context: int | None = None
+    concurrency: int | None = None
+    memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    weights_dtype: str | None = None
+    cache_dtype: str | None = None
+    block_tokens: int = 16
+    mtp: bool = False  # count the multi-token-prediction layers
+
+    def __post_init__(self) -> None:
+        for name in ("devices", *AXES, "context", "concurrency", "block_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise DayZeroError(f"plan: {name} must be at least 1", got=value, want=">= 1",
+                                   fix=f"give --{name.replace('_', '-')} a positive number")  # fmt: skip
+        if not 0.0 < self.memory_fraction <= 1.0:
+            raise DayZeroError("plan: memory_fraction is a share of a card's memory", got=self.memory_fraction,
+                               want="0 < fraction <= 1", fix="give --memory-fraction a value such as 0.9")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """The options with every blank filled in. `fixed` are the degrees a user gave."""
+
+    context_tokens: int
+    concurrency: int
+    average_tokens: int  # prompt + answer of a typical request, what concurrent requests hold on average
+    chunk_tokens: int
+    compute_dtype: str
+    weights_dtype: str
+    cache_dtype: str | None  # None: each cache at its own dtype
+    memory_fraction: float
+    block_tokens: int
+    mtp: bool
+    fixed: tuple[tuple[str, int], ...]
+    notes: tuple[str, ...]
+
+    def sequences(self, dp: int) -> int:
+        """Sequences one replica of `dp` holds at once (the fullest)."""
+        return -(-self.concurrency // dp)
+
+
+def resolve(model: ModelDescription, workload: Workload, options: PlanOptions) -> Request:
+    """Fill the blanks. Raises DayZeroError for a dtype nobody knows."""
+    notes = []
+    context = options.context if options.context is not None else workload.context_tokens
+    limit = model.dimensions.max_position_tokens
+    if limit is not None and context > limit:
+        if options.context is None:
+            context = limit
+            notes.append(f"context cut from the workload's {workload.context_tokens} to the model's {limit} positions")
+        else:
+            notes.append(f"context {context} exceeds the {limit} positions the model states; memory is planned as asked")
+    return Request(
+        context_tokens=context, concurrency=options.concurrency or workload.concurrency,
+        average_tokens=min(context, workload.input_tokens + workload.output_tokens),
+        chunk_tokens=min(context, workload.prefill_chunk_tokens), compute_dtype=model.dtype,
+        weights_dtype=_weights_dtype(model, options.weights_dtype), cache_dtype=_cache_dtype(options.cache_dtype),
+        memory_fraction=options.memory_fraction, block_tokens=options.block_tokens, mtp=options.mtp,
+        fixed=tuple((axis, value) for axis in AXES if (value := getattr(options, axis)) is not None), notes=tuple(notes),
+    )  # fmt: skip
+
+
+def _weights_dtype(model: ModelDescription, asked: str | None) -> str:
+    if asked is None or asked == AS_PUBLISHED:
+        return AS_PUBLISHED if model.quantization else model.dtype
+    return weight_dtype_name(asked)
+
+
+def _cache_dtype(asked: str | None) -> str | None:
+    if asked is None:
+        return None
+    try:
+        return canonical_dtype(asked)
+    except KeyError:
+        raise DayZeroError(f"no cache dtype is named {asked!r}", got=asked, want=", ".join(sorted(DTYPE_BITS)),
+                           fix="give --cache-dtype one of these, or leave it out") from None  # fmt: skip
+
+
+def memory_bytes(target: Target) -> int:
+    """What a rank may count on before the fraction: the usable figure where known, never more than the card's total."""
+    figures = [size for size in (target.card.memory_bytes, target.card.usable_memory_bytes) if size is not None]
+    if not figures:
+        raise DayZeroError(f"target {target.id} publishes no memory size", got="memory_bytes: null",
+                           want="bytes per card", fix="measure it on the device (`dayzero targets measure --device D`), "
+                           "or copy the hardware file and fill in memory_bytes")  # fmt: skip
+    return min(figures)

@@ -1,0 +1,1 @@
+"""Measuring a served model from outside and turning the records of a run into an acceptance report. `core` only."""

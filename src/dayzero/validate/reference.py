@@ -1,0 +1,182 @@
+"""A release folder in, reference logits and layer outputs out: transformers, uncached, eager, in float32 by default.
+
+Independent of what it judges: weights go through transformers' own `from_pretrained`, never through our converter, and the
+host's CPU runs it, whatever the engine's device is, so that one wrong kernel cannot stand on both sides. The experts and the
+attention are the plain eager ones. Deliberately not done here: streaming a model that does not fit (it is refused), reading
+quantized releases (refused as well).
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dayzero.core.errors import DayZeroError
+from dayzero.core.records import read_json
+from dayzero.core.units import DTYPE_BITS, canonical_dtype, format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+# Beyond the weights: activations and eager attention of a few hundred tokens, and the allocator's slack.
+WORKING_BYTES = 512 * 2**20
+
+
+class ReleaseReference:
+    """Loads on first use; `release()` frees. Logits and layer outputs are float32 (float64 at float64) numpy arrays."""
+
+    def __init__(self, folder: Path, *, dtype: str = "float32", trust_remote_code: bool = False,
+                 memory_bytes: int | None = None) -> None:  # fmt: skip
+        """`memory_bytes` is what the reference may use (default: what the host has available when it loads)."""
+        self.folder, self.dtype = Path(folder), canonical_dtype(dtype)
+        self.trust_remote_code, self.memory_bytes = trust_remote_code, memory_bytes
+        self._model: Any = None
+
+    @property
+    def description(self) -> str:
+        import transformers
+
+        return f"transformers {transformers.__version__}, uncached forward, eager, {self.dtype}, on the host's CPU"
+
+    def at(self, dtype: str) -> "ReleaseReference":
+        return ReleaseReference(self.folder, dtype=dtype, trust_remote_code=self.trust_remote_code,
+                                memory_bytes=self.memory_bytes)  # fmt: skip
+
+    def release(self) -> None:
+        self._model = None
+
+    def logits(self, token_ids: Sequence[int]) -> np.ndarray:
+        return self._array(self._forward(token_ids).logits[0])
+
+    def layer_outputs(self, token_ids: Sequence[int]) -> list[np.ndarray] | None:
+        """The output of each decoder layer, [n, hidden]; of a layer that runs several times the last. None where the model
+        has no list of layers, or one of them returns something else than one row per token."""
+        from dayzero.model.classes import find_layers
+
+        try:
+            _, layers = find_layers(self._loaded())
+        except DayZeroError:
+            return None  # the check then says "not shown"
+        seen: dict[int, Any] = {}
+
+        def keep(index: int) -> Any:
+            def hook(_module: Any, _inputs: Any, output: Any) -> None:
+                seen[index] = output[0] if isinstance(output, (tuple, list)) else output
+
+            return hook
+
+        hooks = [layer.register_forward_hook(keep(index)) for index, layer in enumerate(layers)]
+        try:
+            self._forward(token_ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        outputs = [seen.get(index) for index in range(len(layers))]
+        if any(out is None or out.ndim < 3 or tuple(out.shape[:2]) != (1, len(token_ids)) for out in outputs):
+            return None
+        return [self._array(out[0].reshape(len(token_ids), -1)) for out in outputs if out is not None]
+
+    def generate(self, token_ids: Sequence[int], max_tokens: int, stop_token_ids: Sequence[int] = ()) -> list[int]:
+        tokens = list(token_ids)
+        for _ in range(max_tokens):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+            if tokens[-1] in stop_token_ids:
+                break
+        return tokens[len(token_ids) :]
+
+    def parameters(self) -> Iterator[tuple[str, np.ndarray]]:
+        for name, parameter in self._loaded().named_parameters():
+            yield name, self._array(parameter.detach())
+
+    def _forward(self, token_ids: Sequence[int]) -> Any:
+        import torch
+
+        model = self._loaded()
+        with torch.no_grad():
+            return model(input_ids=torch.tensor([list(token_ids)], dtype=torch.long), use_cache=False)
+
+    def _array(self, tensor: "torch.Tensor") -> np.ndarray:
+        import torch
+
+        return tensor.to(torch.float64 if self.dtype == "float64" else torch.float32).numpy()
+
+    def _loaded(self) -> Any:
+        if self._model is None:
+            self._refuse_what_cannot_be_read()
+            self._model = self._load()
+        return self._model
+
+    def _refuse_what_cannot_be_read(self) -> None:
+        config = read_json(self.folder / "config.json")
+        if config.get("quantization_config"):
+            raise DayZeroError("the reference cannot read a quantized release", got=str(config["quantization_config"])[:200],
+                               want="weights in a floating dtype",
+                               fix="validate against the release it was made from")  # fmt: skip
+        needed = num_stored_elements(self.folder) * DTYPE_BITS[self.dtype] // 8 + WORKING_BYTES
+        if self.memory_bytes is None:
+            import psutil
+
+            available = int(psutil.virtual_memory().available)
+        else:
+            available = self.memory_bytes
+        if needed > available:
+            raise DayZeroError(f"the reference does not fit the host's memory at {self.dtype}", got=format_bytes(available),
+                               want=format_bytes(needed), fix="validate on a host with more memory")  # fmt: skip
+
+    def _load(self) -> Any:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        from dayzero.model.classes import causal_class, class_config
+
+        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "local_files_only": True}
+        try:
+            config = AutoConfig.from_pretrained(self.folder, **options)
+            known = causal_class(config)
+            cls: Any = AutoModelForCausalLM if known is None else known
+            config = config if known is None else class_config(config)
+            model, told = cls.from_pretrained(self.folder, config=config, dtype=getattr(torch, self.dtype),
+                                              attn_implementation="eager", output_loading_info=True, **options)  # fmt: skip
+        except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError) as error:
+            raise DayZeroError(f"transformers cannot load {self.folder} as the reference",
+                               got=f"{type(error).__name__}: {error}"[:800], want="a release which from_pretrained reads",
+                               fix="repair the folder, or allow the release's own code") from error  # fmt: skip
+        # transformers fills what is missing with random numbers and warns: such a model is no reference.
+        missing = sorted(told["missing_keys"]) + sorted(str(item) for item in told["mismatched_keys"])
+        if missing:
+            raise DayZeroError("the reference would run on parameters that the checkpoint does not hold",
+                               got=f"{len(missing)} missing or of another shape: {', '.join(missing[:5])}",
+                               want="every parameter of the class in the release", fix="repair the release folder")  # fmt: skip
+        if model._can_set_experts_implementation():
+            model.set_experts_implementation("eager")
+        return model.eval()
+
+
+def num_stored_elements(folder: Path) -> int:
+    """Elements of all tensors in a folder's safetensors files, from the headers alone; 2 bytes each in other formats."""
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        others = sum(path.stat().st_size for pattern in ("*.bin", "*.pt", "*.pth") for path in folder.glob(pattern))
+        if not others:
+            raise DayZeroError(f"{folder} holds no weights", got="no *.safetensors", want="a release folder with its shards",
+                               fix="give the folder the weights were published in")  # fmt: skip
+        return others // 2
+    total = 0
+    for path in paths:
+        total += sum(int(np.prod(entry["shape"], dtype=np.int64)) for entry in _header(path).values())
+    return total
+
+
+def _header(path: Path) -> dict[str, Any]:
+    import json
+
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+        if not 0 < size <= path.stat().st_size - 8:
+            raise DayZeroError(f"{path} is not a safetensors file", got=f"a header of {size} bytes",
+                               want="a header inside the file", fix="fetch the file again")  # fmt: skip
+        header = json.loads(file.read(size))
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}

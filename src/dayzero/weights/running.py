@@ -1,0 +1,117 @@
+"""Planned files in, files on disk out: several threads, each with its own buffers, stopped together on the first failure.
+
+What an earlier run finished is re-read and kept. Checksums of source tensors that never passed by whole are made last.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from dayzero.core.errors import DayZeroError
+from dayzero.core.runstore import free_bytes
+from dayzero.core.units import MIB, format_bytes
+from dayzero.weights.copying import BlockCopier, SourceReader
+from dayzero.weights.files import Progress
+from dayzero.weights.placement import StoredFile
+from dayzero.weights.writing import ComputedSource, Stopped, Written, describe_tensor, finished, hash_source, write_file
+
+ROOM_BYTES = 64 * MIB  # ledgers, settings and the file system's own needs
+HASHES_FILE = "sources.partial.jsonl"
+
+
+class Copying:
+    """Files handed to threads, then the hashes of sources that did not pass by whole (`hash_sources`)."""
+
+    def __init__(
+        self, work: Path, files: tuple[StoredFile, ...], reader: SourceReader, *,
+        computed: Mapping[str, ComputedSource] | None = None, hash_sources: Iterable[str] = (),
+        progress: Progress | None = None, workers: int = 2,
+    ) -> None:  # fmt: skip
+        self.work, self.files, self.reader = work, files, reader
+        self._computed, self._hash_sources = computed or {}, frozenset(hash_sources)
+        self.bytes_written = 0
+        self.source_checksums: dict[str, str] = {}
+        self._progress, self._workers = progress, max(1, workers)
+        self._stop, self._lock, self._local = threading.Event(), threading.Lock(), threading.local()
+        self._done, self._total = 0, sum(file.num_bytes for file in files)
+
+    def run(self) -> list[Written]:
+        check_room(
+            self.work,
+            self._total - sum((self.work / f.file).stat().st_size for f in self.files if (self.work / f.file).is_file()),
+        )
+        with self.reader, ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
+            written = self._all(pool, [pool.submit(self._file, planned) for planned in self.files])
+            for one in written:
+                self.source_checksums.update(one.sources)
+            self._hash_rest(pool)
+        return written
+
+    def _all(self, pool: ThreadPoolExecutor, futures: list[Future]) -> list:
+        """Results in order; on the first failure, or when interrupted, everything else stops."""
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+        except BaseException:
+            self._abandon(pool)
+            raise
+        failed = [future.exception() for future in done if not future.cancelled() and future.exception() is not None]
+        if failed:
+            self._abandon(pool)
+            raise next((error for error in failed if not isinstance(error, Stopped)), failed[0])  # type: ignore[misc]
+        return [future.result() for future in futures]
+
+    def _abandon(self, pool: ThreadPoolExecutor) -> None:
+        self._stop.set()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+    def _file(self, planned: StoredFile) -> Written:
+        earlier = finished(self.work, planned, self._stop)
+        if earlier is not None:
+            self._advance(planned.num_bytes, written=False)
+            return earlier
+        return write_file(
+            self.work, planned, self._copier(), self.reader, stop=self._stop, advance=self._advance,
+            describe=lambda tensor: describe_tensor(tensor, planned.file, self.reader, self._computed),
+        )  # fmt: skip
+
+    def _copier(self) -> BlockCopier:
+        if not hasattr(self._local, "copier"):
+            self._local.copier = BlockCopier(self.reader)
+        return self._local.copier
+
+    def _advance(self, num_bytes: int, written: bool = True) -> None:
+        with self._lock:
+            self._done += num_bytes
+            self.bytes_written += num_bytes if written else 0
+            if self._progress:
+                self._progress("converting", self._done, self._total)
+
+    def _hash_rest(self, pool: ThreadPoolExecutor) -> None:
+        """Sources cut between ranks or moved in pieces never passed by whole: they are read once more."""
+        store = self.work / HASHES_FILE
+        if store.exists():
+            for line in store.read_text(encoding="utf-8").splitlines():
+                if line.endswith("]"):  # a line cut by a crash is hashed again
+                    name, checksum = json.loads(line)
+                    self.source_checksums[name] = checksum
+        rest = sorted(self._hash_sources - set(self.source_checksums), key=lambda name: (self.reader.entry(name).file, name))
+        self._total += sum(self.reader.entry(name).num_bytes for name in rest)
+
+        def hash_one(name: str) -> None:
+            checksum = hash_source(self.reader, name, self._stop, lambda count: self._advance(count, written=False))
+            with self._lock, store.open("a", encoding="utf-8") as file:
+                self.source_checksums[name] = checksum
+                file.write(json.dumps([name, checksum]) + "\n")
+
+        self._all(pool, [pool.submit(hash_one, name) for name in rest])
+
+
+def check_room(work: Path, needed: int) -> None:
+    free = free_bytes(work)
+    if free < needed + ROOM_BYTES:
+        raise DayZeroError(f"not enough space for the artifact beside {work.parent}", got=f"{format_bytes(free)} free",
+                           want=format_bytes(needed + ROOM_BYTES), fix="free space or choose another --out")  # fmt: skip
