@@ -181,9 +181,7 @@ def convert(
         raise DayZeroError("convert needs a release and a place", got=f"PATH={path}, --out={out_folder}",
                            want="dayzero convert PATH --out DIR", fix="give both, or --verify DIR")  # fmt: skip
     degrees = {"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}
-    result = conversion.convert_release(
-        path, out_folder, plan_file, degrees, to, err if err.is_terminal else None, trust_remote_code=trust_remote_code
-    )
+    result = conversion.convert_release(path, out_folder, plan_file, degrees, to, _say, trust_remote_code=trust_remote_code)
     _show(as_json, result, lambda: conversion.result_table(result))
     return 0 if not any(problem["severity"] == "error" for problem in result["problems"]) else 1
 
@@ -346,7 +344,7 @@ def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
 
     found = examine(device)
     _show(as_json, record_json(found), lambda: doctor_table(found))
-    return _status(found.verdict)
+    return 0 if found.ok else 2
 
 
 targets_app = typer.Typer(
@@ -390,9 +388,11 @@ def fetch(
     as_json: JsonOption = False,
 ) -> int:
     """Get a small real model as an ordinary Hugging Face folder."""
+    from dayzero.progress import bytes_progress
     from dayzero.weights.fetch import fetch as fetch_model
 
-    folder = fetch_model(name, out_folder or Path("models") / name, _say)
+    with bytes_progress(_say) as progress:
+        folder = fetch_model(name, out_folder or Path("models") / name, progress=progress)
     _show(as_json, {"schema": "dayzero.fetch/1", "name": name, "folder": str(folder)}, lambda: str(folder))
     return 0
 

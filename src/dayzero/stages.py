@@ -20,6 +20,7 @@ from dayzero.core.reports import Acceptance, BenchReport, Check, NumericsReport,
 from dayzero.core.runstore import RunStore
 from dayzero.core.target import Target, Workload
 from dayzero.plan import PlanOptions, make_plan
+from dayzero.progress import bytes_progress
 
 if TYPE_CHECKING:
     from dayzero.serve.launch import ServerProcess
@@ -90,11 +91,23 @@ def convert(store: RunStore, say: Say) -> WeightsReport:
 
     from dayzero.weights.convert import artifact_key
     from dayzero.weights.convert import convert as convert_release
+    from dayzero.weights.verify import verify
 
     model, layout = store.read("inspect", ModelDescription), store.read("plan", Plan).layout
     out = store.folder.parent / "artifacts" / artifact_key(model.source_hash, layout)
-    report = convert_release(source_of(store), model, layout, out, progress=_bytes_progress(say))
-    report = replace(report, artifact=store.relative(out), inputs=store.input_hashes("convert"))
+    with bytes_progress(say) as progress:
+        report = convert_release(source_of(store), model, layout, out, progress=progress)
+        problems = verify(out, progress=progress)  # read back, also what was there before
+    if problems:
+        listed = [f"{problem.file or ''} {problem.tensor or ''}: {problem.detail}" for problem in problems]
+        raise DayZeroError(
+            f"the artifact {out.name} does not agree with its ledger",
+            got="\n         ".join(listed[:20]),
+            want="the bytes that were written",
+            fix=f"remove {out} and convert again; if it repeats, check the disk",
+            details={"problems": [to_dict(problem) for problem in problems]},
+        )
+    report = replace(report, artifact=store.relative(out), verified=True, inputs=store.input_hashes("convert"))
     store.write("convert", report)
     return report
 
@@ -283,7 +296,7 @@ def soak(store: RunStore, url: str, pids: tuple[int, ...], say: Say, duration_s:
         concurrency=workload.concurrency,
         pids=list(pids),
         vocab_size=int(serving_report.engine["vocab_size"]),
-        context_tokens=int(serving_report.engine["context_tokens"]),
+        context_tokens=int(serving_report.engine["capacity_tokens"]),
         progress=say,
     )
     report = replace(report, inputs=store.input_hashes("soak"))
@@ -300,18 +313,3 @@ def report(store: RunStore, say: Say) -> Acceptance:
     store.write("report", acceptance)
     write_text_atomic(store.folder / "acceptance.html", render(store, acceptance))
     return acceptance
-
-
-def _bytes_progress(say: Say) -> Any:
-    """How conversion reports: (bytes done, bytes in all)."""
-    from dayzero.core.units import format_bytes
-
-    last = [-1]
-
-    def update(done: int, total: int) -> None:
-        percent = 100 * done // max(total, 1)
-        if percent // 10 != last[0]:
-            last[0] = percent // 10
-            say(f"{format_bytes(done)} of {format_bytes(total)}")
-
-    return update

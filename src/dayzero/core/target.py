@@ -72,6 +72,21 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TargetSummary:
+    """One row of `dayzero targets`. None where a figure is not published."""
+
+    __pydantic_config__ = STRICT
+    id: str
+    vendor: str
+    memory_bytes: int | None
+    memory_bytes_per_s: float | None
+    num_cards: int | None
+    torch_device: str
+    torch_plugin: str | None
+    confidence: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """What the deployment must serve. Defaults suit a first adaptation run on any card."""
 

@@ -13,11 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dayzero.core.records import STRICT
 from dayzero.core.units import format_bytes
 from dayzero.devices.host import BF16_FEATURES, compiler, cpu_features, host_memory, instruction_set, num_threads
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Status = Literal["ok", "info", "warning", "missing", "mismatch"]
 # Findings that stop an adaptation on the examined device.
@@ -242,3 +245,17 @@ def examine(device: str | None = None) -> DoctorReport:
         findings=(*findings, Finding(name="memory", status="info", found=format_bytes(memory.available_bytes) + " available",
                                      wanted=f"limited by {memory.limited_by}")),
     )  # fmt: skip
+
+
+def doctor_table(report: DoctorReport) -> "Table":
+    """The findings as a person reads them."""
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"{report.system}, Python {report.python}, {report.instruction_set}, {report.processors} processors, device {report.device}"
+    table = Table("what", "status", "found", "wanted", "what to do", title=title, title_justify="left")
+    for finding in report.findings:
+        style = "red" if finding.status in BAD else "yellow" if finding.status == "warning" else ""
+        row = (finding.name, finding.status, finding.found, finding.wanted, finding.fix)
+        table.add_row(*(Text(cell) for cell in row), style=style)
+    return table

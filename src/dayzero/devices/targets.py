@@ -7,33 +7,17 @@ Deliberately not done: asking a device anything (`devices.measure` does) or judg
 import difflib
 import json
 import os
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from dayzero.core.errors import DayZeroError
-from dayzero.core.records import STRICT, from_dict, read_json, record_json, write_text_atomic
-from dayzero.core.target import Target, load_yaml
+from dayzero.core.records import from_dict, read_json, record_json, write_text_atomic
+from dayzero.core.target import Target, TargetSummary, load_yaml
 
 HARDWARE = Path(__file__).parent / "hardware"
 CPU_LOCAL = "cpu-local"
 SUFFIXES = (".yaml", ".yml", ".json")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TargetSummary:
-    """One row of `dayzero targets`. None where a figure is not published."""
-
-    __pydantic_config__ = STRICT
-    id: str
-    vendor: str
-    memory_bytes: int | None
-    memory_bytes_per_s: float | None
-    num_cards: int | None
-    torch_device: str
-    torch_plugin: str | None
-    confidence: str
 
 
 def list_targets() -> list[TargetSummary]:

@@ -152,7 +152,8 @@ def aten_cases(name: str) -> Iterator[Case]:
             yield Case(label=case.label, args=(*case.args, -1, False))
     elif name in ("aten::zeros", "aten::ones"):
         for shape in ([0], [1], [3, 5], [1000], [257, 129]):
-            yield Case(label=f"{shape}", args=(shape,))
+            settings = {"dtype": torch.float64, "device": torch.device("cpu")}
+            yield Case(label=f"{shape}", args=(shape,), settings=settings)
     elif name == "aten::floor_divide":
         numbers = torch.tensor([-7, -1, 0, 1, 7, 8, 2**20])
         for dtype in (torch.int32, torch.int64, torch.float64):
@@ -160,7 +161,6 @@ def aten_cases(name: str) -> Iterator[Case]:
             yield Case(label=f"empty {dtype}", args=(numbers[:0].to(dtype), torch.tensor(3, dtype=dtype)))
     elif name == "aten::topk":
         for size, k in ((5, 0), (5, 5), (64, 8), (300, 65), (4097, 100)):
-            # A permutation of integers: no ties, and exact in every dtype tested up to bfloat16's 8 bits when small.
             yield Case(label=f"{k} of {size}", args=(draw(2, size), k, -1, True, True))
         yield Case(label="strided", args=(draw(3, 40).t(), 2, -1, True, True))
         yield Case(label="ties", args=(torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0]]).double(), 2, -1, True, True))

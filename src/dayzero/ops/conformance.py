@@ -10,13 +10,16 @@ none, another shape or dtype, or an exception is an infinite error.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map
 
 from dayzero.core.operators import Evidence
@@ -30,6 +33,7 @@ from dayzero.ops.registry import Kernel, Unsupported
 # results; products must be accumulated in float32 to stay below. Integers and booleans must be equal.
 LIMITS = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 1e-2, "float16": 2e-3, "complex64": 2e-5, "complex128": 1e-10}
 METHOD = "largest difference to the float64 definition on the CPU, relative to its largest value"
+MODULE_METHOD = "largest difference to the model's own module in float64 on the CPU, relative to its largest value"
 ATEN_METHOD = "largest difference to the same operator in float64 on the CPU, relative to its largest value"
 
 HUGE = 1e30  # no activation is; masks are
@@ -53,16 +57,19 @@ class Device(Protocol):
     def instruction_set(self) -> str: ...
     @property
     def reachable(self) -> bool: ...
+    @property
+    def notes(self) -> tuple[str, ...]: ...
 
     def kernels(self, operator: str) -> tuple[Kernel, ...]: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """`refusal` is "" when the kernel may be used."""
+    """`refusal` is "" when the kernel may be used. `declined`: it says itself that it was not made for this."""
 
     evidence: Evidence | None
     refusal: str = ""
+    declined: bool = False
 
 
 _verdicts: dict[tuple[Any, ...], Verdict] = {}  # a process tests each kernel on each domain once; kernels do not change
@@ -95,19 +102,55 @@ def _claimed(kernel: Kernel, dtypes: Sequence[str]) -> list[str]:
 def check_aten(
     device: Device, name: str, op: Callable[..., Any], kernel: Kernel, recorded: Iterable[Case], *, dtypes: Sequence[str]
 ) -> Verdict:
-    """A library operator, or what replaces it, on calls recorded from a float64 model and on its declared domain.
+    """A library operator, or what replaces it, on calls recorded from a model and on the operator's declared domain.
 
+    The recorded calls are in the model's dtype, `dtypes[0]`; what the model itself widened to float32 stays float32.
     Not cached: the recorded calls are the model's own.
     """
-    same = name in UNDEFINED
-
-    def reference(*args: Any, **kwargs: Any) -> Any:
-        return op(*args, **kwargs)
-
-    cases = [*recorded, *aten_cases(name)]
+    native = getattr(torch, dtypes[0])
+    domain = tree_map(lambda leaf: _narrow(leaf, native, torch.float64), [(c.args, c.settings) for c in aten_cases(name)])
+    labels = [case.label for case in aten_cases(name)]
+    made = [Case(label=label, args=args, settings=settings) for label, (args, settings) in zip(labels, domain, strict=True)]
     return run_cases(
-        device, cases, reference, kernel.call, dtypes=_claimed(kernel, dtypes), method=ATEN_METHOD, name=name, shape_only=same
+        device,
+        [*recorded, *made],
+        op,
+        kernel.call,
+        dtypes=_claimed(kernel, dtypes),
+        method=ATEN_METHOD,
+        name=name,
+        shape_only=name in UNDEFINED,
+        native=native,
     )
+
+
+def check_module(
+    device: Device,
+    define: Callable[..., Any],
+    kernel: Kernel,
+    module: nn.Module,
+    cases: Sequence[Case],
+    *,
+    dtypes: Sequence[str],
+) -> Verdict:
+    """A kernel that computes a whole module, `call(module, *tensors)`, against `define` with a float64 copy on the CPU.
+
+    Weights are rounded to each dtype first, as inputs are. The first verdict that refuses is returned, else the worst.
+    """
+    verdicts = []
+    for dtype in _claimed(kernel, dtypes):
+        served = copy.deepcopy(module).to(getattr(torch, dtype))
+        reference, placed = copy.deepcopy(served).to(torch.float64), served.to(device.device)
+        verdict = run_cases(
+            device, cases, partial(define, reference), partial(kernel.call, placed), dtypes=[dtype], method=MODULE_METHOD
+        )
+        if verdict.refusal or verdict.evidence is None:
+            return verdict
+        verdicts.append(verdict.evidence)
+    if not verdicts:
+        return run_cases(device, (), define, kernel.call, dtypes=())
+    worst = max(verdicts, key=lambda evidence: evidence.worst_error / evidence.limit)
+    return Verdict(evidence=replace(worst, cases=sum(evidence.cases for evidence in verdicts)))
 
 
 def run_cases(
@@ -120,26 +163,30 @@ def run_cases(
     method: str = METHOD,
     name: str = "",
     shape_only: bool = False,
+    native: torch.dtype = torch.float64,
 ) -> Verdict:
-    """Worst error over cases and dtypes, as a multiple of each dtype's limit; the evidence names that worst one."""
+    """Worst error over cases and dtypes, as a multiple of each dtype's limit; the evidence names that worst one.
+
+    `native`: the dtype of tensors in the cases that follow the dtype under test; others keep theirs.
+    """
     if not dtypes:
-        return Verdict(evidence=None, refusal="it does not claim the model's dtype")
+        return Verdict(evidence=None, refusal="it does not claim the model's dtype", declined=True)
     count, worst, limit, where, refusal = 0, -1.0, LIMITS[dtypes[0]], "", ""
     listed = list(cases)
-    for dtype in dtypes:
-        for case in listed:
-            count += 1
+    for dtype, case in itertools.product(dtypes, listed):
+        count += 1
+        with torch.no_grad():
             try:
-                error = _case_error(device, case, define, call, dtype, name, shape_only)
+                error = _case_error(device, case, define, call, dtype, name, shape_only, native)
                 told = f"error {error:.3g}"
             except Unsupported as declined:
-                return Verdict(evidence=None, refusal=str(declined))
+                return Verdict(evidence=None, refusal=str(declined), declined=True)
             except Exception as failure:  # whatever a kernel raises, it is not usable here, and the map says why
                 error, told = math.inf, " ".join(f"{type(failure).__name__}: {failure}".split())[:200]
-            if not error / LIMITS[dtype] <= worst / limit or worst < 0:
-                worst, limit, where = error, LIMITS[dtype], f"{dtype}, {case.label}"
-            if not error <= LIMITS[dtype] and not refusal:
-                refusal = f"{told} where {LIMITS[dtype]:g} is allowed ({dtype}, {case.label})"
+        if not error / LIMITS[dtype] <= worst / limit or worst < 0:
+            worst, limit, where = error, LIMITS[dtype], f"{dtype}, {case.label}"
+        if not error <= LIMITS[dtype] and not refusal:
+            refusal = f"{told} where {LIMITS[dtype]:g} is allowed ({dtype}, {case.label})"
     if not count:
         return Verdict(evidence=None, refusal="")
     finite = worst if math.isfinite(worst) else 1e308  # records are JSON, which has no infinity
@@ -155,9 +202,10 @@ def _case_error(
     dtype: str,
     name: str,
     shape_only: bool,
+    native: torch.dtype,
 ) -> float:
     served = getattr(torch, dtype)
-    rounded = tree_map(lambda leaf: _narrow(leaf, served), (case.args, case.settings))
+    rounded = tree_map(lambda leaf: _narrow(leaf, served, native), (case.args, case.settings))
     wide_args, wide_settings = tree_map(_widen, rounded)
     args, settings = tree_map(lambda leaf: _place(leaf, device.device), rounded)
     want, got = define(*wide_args, **wide_settings), call(*args, **settings)
@@ -166,27 +214,27 @@ def _case_error(
     if len(wants) != len(gots):
         return math.inf
     if name in INDEXING and isinstance(want, (tuple, list)) and len(want) == 2:
-        dim = case.args[INDEXING[name]] if len(case.args) > INDEXING[name] else -1
+        dim = case.args[INDEXING[name]] if len(case.args) > INDEXING[name] else case.settings.get("dim", -1)
         return max(_error(want[0], got[0]), _index_error(wide_args[0], want, got, dim))
     return max((_error(one, other, shape_only) for one, other in zip(wants, gots, strict=True)), default=0.0)
 
 
-def _narrow(leaf: Any, served: torch.dtype) -> Any:
-    """A copy with float64 rounded to the dtype that is served; explicit requests for float64 follow."""
+def _narrow(leaf: Any, served: torch.dtype, native: torch.dtype) -> Any:
+    """A copy in which the dtype that is served takes the place of `native`, in tensors and in explicit requests for it."""
     if isinstance(leaf, Tensor):
         leaf = leaf.clone()
-        if leaf.dtype == torch.complex128:
-            return leaf.to(torch.complex64)
-        return _rounded(leaf, served) if leaf.dtype == torch.float64 else leaf
+        return _rounded(leaf, served) if leaf.dtype == native else leaf
     if isinstance(leaf, float) and math.isfinite(leaf):
         largest = torch.finfo(served).max  # "minus the largest number" of a float64 model is that of the served dtype
         return min(max(leaf, -largest), largest)
-    return served if leaf is torch.float64 else leaf
+    return served if leaf is native else leaf
 
 
 def _rounded(tensor: Tensor, served: torch.dtype) -> Tensor:
-    bounds = torch.finfo(served)
-    return torch.where(tensor.isfinite(), tensor.clamp(bounds.min, bounds.max), tensor).to(served)
+    if tensor.dtype == served:
+        return tensor
+    bounds, wide = torch.finfo(served), tensor.to(torch.float64)
+    return torch.where(wide.isfinite(), wide.clamp(bounds.min, bounds.max), wide).to(served)
 
 
 def _widen(leaf: Any) -> Any:
@@ -216,7 +264,7 @@ def _error(want: Any, got: Any, shape_only: bool = False) -> float:
         return 0.0
     got = got.detach().to("cpu")
     if not (want.is_floating_point() or want.is_complex()):
-        return 0.0 if torch.equal(got.to(want.dtype), want) else math.inf
+        return 0.0 if got.dtype == want.dtype and torch.equal(got, want) else math.inf
     got = got.to(want.dtype)
     # Infinities, NaN and masks of "the largest number" would drown the rest: they are compared by themselves.
     special = ~(want.abs() < HUGE)

@@ -6,9 +6,11 @@ apart into others, would run on the CPU through the device's fallback, or cannot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Answer = Literal["kernel", "composite", "host", "none"]
 
@@ -22,12 +24,12 @@ def ask(op: torch._ops.OpOverload, dispatch_key: str) -> Answer:
         return "composite"
     if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, dispatch_key):
         return "kernel"
-    if torch._C._dispatch_has_backend_fallback(torch._C._parse_dispatch_key(dispatch_key)):
+    if torch._C._dispatch_has_backend_fallback(dispatch_key):
         return "host"
     return "none"
 
 
-class _Listener(torch.utils._python_dispatch.TorchDispatchMode):
+class _Listener(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.ops: list[torch._ops.OpOverload] = []
@@ -37,13 +39,12 @@ class _Listener(torch.utils._python_dispatch.TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def parts(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch._ops.OpOverload]:
-    """The operators that a composite one calls for these arguments, found by running it on the CPU."""
+def called(function: Callable[[], Any]) -> list[torch._ops.OpOverload]:
+    """The distinct library operators that a function calls."""
     listener = _Listener()
     with torch.no_grad(), listener:
-        if op.decompose(*args, **kwargs) is NotImplemented:
-            op(*args, **kwargs)
-    return [part for part in dict.fromkeys(listener.ops) if part is not op]
+        function()
+    return list(dict.fromkeys(listener.ops))
 
 
 def ask_all(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Answer, str]:
@@ -52,5 +53,6 @@ def ask_all(op: torch._ops.OpOverload, dispatch_key: str, args: tuple[Any, ...],
     if answer != "composite":
         return answer, op.name()
     order: list[Answer] = ["none", "host", "composite", "kernel"]
-    answers = [(ask(part, dispatch_key), part.name()) for part in parts(op, args, kwargs)]
+    parts = [part for part in called(lambda: op.decompose(*args, **kwargs)) if part is not op]
+    answers = [(ask(part, dispatch_key), part.name()) for part in parts]
     return min(answers, key=lambda pair: order.index(pair[0]), default=("kernel", op.name()))

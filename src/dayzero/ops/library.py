@@ -7,9 +7,11 @@ a device runs them, and right, is not known here: conformance finds out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dayzero.ops.paged import Visibility, visible
@@ -134,6 +136,17 @@ def _seen(q: Tensor, k: Tensor, keep: Tensor | None, window: int, chunk: int) ->
     return seen if keep is None else seen & keep[:, None]
 
 
+def run_experts(implementation: str, module: nn.Module, *tensors: Tensor) -> Tensor:
+    """transformers' own ways to run an experts module; the module belongs to the caller, its setting is put back."""
+    config: Any = module.config
+    before = config._experts_implementation_internal
+    config._experts_implementation_internal = implementation
+    try:
+        return module(*tensors)
+    finally:
+        config._experts_implementation_internal = before
+
+
 def library_table() -> Table:
     """Operator -> torch's ways to compute it, one call before several."""
     return {
@@ -162,6 +175,11 @@ def library_table() -> Table:
         "attention": (
             Kernel(name="aten::scaled_dot_product_attention", call=_attention_library),
             Kernel(name="attention of torch operators", call=_attention_composed, binding="composed"),
+        ),
+        "experts": (
+            Kernel(name="grouped matrix products", call=partial(run_experts, "grouped_mm")),
+            Kernel(name="batched matrix products", call=partial(run_experts, "batched_mm"), binding="composed"),
+            Kernel(name="a loop over experts", call=partial(run_experts, "eager"), binding="composed"),
         ),
         "softmax": (Kernel(name="aten::softmax", call=lambda x, *, dim: torch.softmax(x, dim)),),
     }

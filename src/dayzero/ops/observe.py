@@ -10,6 +10,8 @@ the mask allows: shapes are right, values are not the model's.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils.flop_counter import flop_registry
+from transformers import cache_utils
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -30,6 +33,7 @@ from dayzero.ops.definitions import Cost
 
 IMPLEMENTATION = "dayzero_observe"
 PREFILL_TOKENS = 11  # odd, and longer than the windows of a shrunken instance (8)
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 SAMPLES = 3  # calls of one library operator kept for testing, of different shapes
 SAMPLE_ELEMENTS = 2**18  # larger calls are not kept: the shrunken instance has none that matters
 
@@ -101,7 +105,7 @@ class _Watcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.depth:
+        if self.depth or _called_by_cache():
             return self._run(func, args, kwargs)
         if self.keep_samples:
             self._sample(func, args, kwargs)
@@ -239,21 +243,34 @@ def _observe(
     watcher = _Watcher(model, opaque, keep_samples, answer)
     with _interfaces(model), _hooks(model, watcher), _meta_nonzero(), torch.no_grad(), watcher:
         tokens = torch.ones(1, prefill_tokens, dtype=torch.long, device=device)
-        steps, past = [], {}
+        steps: list[Step] = []
+        past: dict[str, Any] = {}
         for length in (prefill_tokens, 1, 1):
             watcher.step = Step()
             output = model(input_ids=tokens[:, :length], use_cache=True, **past)
-            past = _cache_of(output)
+            past = _cache_of(model, output)
             steps.append(watcher.step)
     return Observation(prefill=steps[0], decode=(steps[1], steps[2]), samples=watcher.samples)
 
 
-def _cache_of(output: Any) -> dict[str, Any]:
-    """The cache that a forward returned, as the argument of the next."""
-    for name in ("past_key_values", "cache_params", "state"):
-        if getattr(output, name, None) is not None:
-            return {name: getattr(output, name)}
+def _cache_of(model: nn.Module, output: Any) -> dict[str, Any]:
+    """The cache that a forward returned, under the name that the next one takes it by."""
+    taken = inspect.signature(model.forward).parameters
+    for name in CACHE_NAMES:
+        if (cache := getattr(output, name, None)) is not None:
+            return {"cache" if "cache" in taken else name: cache}
     return {}
+
+
+def _called_by_cache() -> bool:
+    """Whether transformers' own cache calls the operator at hand. How a cache is kept is the engine's business, which pages
+    it: copying all of it at each step, as this one does, is no operator of the model."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
+        if frame.f_code.co_filename == cache_utils.__file__:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What a module computes, found by running it against the definitions in float64. Class names are never read.
 
-Goes in: a module of a float64 CPU model and one call it received. Comes out: a `Recognised` (operator, settings) or None:
+Goes in: a module of a CPU model and one call it received. Comes out: a `Recognised` (operator, settings) or None:
 then the module is composed of what it calls. Plain linears, embeddings and convolutions are taken structurally, because
 their forward is torch's own; everything else is probed with random weights and inputs of the shape that was observed.
 Attention and experts are not recognised here: they announce themselves through transformers' interfaces (`observe`).
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dayzero.ops.definitions import ACTIVATIONS, embedding, l2_norm, layer_norm, linear, rms_norm
 
-# Norms of float64 models compute in float32 inside, so agreement is to float32's precision.
+# Norms widen to float32 inside whatever they are given, so agreement is to float32's precision.
 TOLERANCE = 2e-5
 # Inputs this small make eps visible beside the mean square (1e-8 against 1e-6).
 SMALL = 1e-4
@@ -72,10 +72,10 @@ def _structural(module: nn.Module) -> Recognised | None:
 
 
 class _Probe:
-    """A copy of a module with random vectors, called the way it was called, on random input of the same shape."""
+    """A float64 copy of a module with random vectors, called the way it was called, on random input of the same shape."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.module, self.args, self.kwargs = copy.deepcopy(module), args, kwargs
+        self.module, self.args, self.kwargs = copy.deepcopy(module).to(torch.float64), args, kwargs
         self.generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in self.module.parameters():
@@ -133,9 +133,9 @@ def _projection(probe: _Probe) -> Recognised | None:
     x = probe.draw(seen.shape)
     got, bias = probe.call(x), vectors[0] if vectors else None
     for matrix in (weight, weight.t()):
-        if matrix.shape[1] == x.shape[-1] and (bias is None or bias.shape[0] == matrix.shape[0]):
-            if _close(got, linear(x, matrix, bias)):
-                return Recognised(operator="linear", slots=("bias",) if vectors else ())
+        fits = matrix.shape[1] == x.shape[-1] and (bias is None or bias.shape[0] == matrix.shape[0])
+        if fits and _close(got, linear(x, matrix, bias)):
+            return Recognised(operator="linear", slots=("bias",) if vectors else ())
     return None
 
 
@@ -229,11 +229,8 @@ def _gated_feed_forward(module: nn.Module, probe: _Probe) -> Recognised | None:
         if first.in_features != x.shape[-1] or any(child.in_features != x.shape[-1] for child in middle):
             continue
         with torch.no_grad():
-            if middle:
-                halves = [(first(x), middle[0](x))]
-            else:
-                halves = [pair := tuple(first(x).chunk(2, -1)), pair[::-1]] if first.out_features % 2 == 0 else []  # type: ignore[assignment]
-            for gate, up in halves:
+            halves = (first(x), middle[0](x)) if middle else tuple(first(x).chunk(2, -1))
+            for gate, up in [halves] if middle else [halves, halves[::-1]]:
                 if gate.shape != up.shape or gate.shape[-1] != last.in_features:
                     continue
                 for name, function in ACTIVATIONS.items():

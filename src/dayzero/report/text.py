@@ -10,7 +10,7 @@ from dayzero.core.model import ModelDescription
 from dayzero.core.operators import OperatorMap
 from dayzero.core.plan import Plan
 from dayzero.core.reports import Acceptance, BenchReport, Check, Spread, StabilityReport, Verdict
-from dayzero.core.target import Target
+from dayzero.core.target import TargetSummary
 from dayzero.core.units import format_bytes, format_count
 
 MARKS: dict[Verdict, str] = {"pass": "✓ pass", "fail": "✗ fail", "not_shown": "– not shown"}
@@ -162,18 +162,14 @@ def soak_table(soak: StabilityReport) -> RenderableType:
     )), checks_table(soak.checks))  # fmt: skip
 
 
-def targets_table(targets: Iterable[Target]) -> Table:
-    columns = ("id", "vendor", "memory", "usable", "bandwidth GB/s", "bf16 TFLOP/s", "cards/node", "device", "figures")
-    table = _table("Targets", columns, right=("memory", "usable", "bandwidth GB/s", "bf16 TFLOP/s", "cards/node"))
+def targets_table(targets: Iterable[TargetSummary]) -> Table:
+    columns = ("id", "vendor", "memory", "bandwidth GB/s", "cards/node", "torch device", "figures")
+    table = _table("Targets", columns, right=("memory", "bandwidth GB/s", "cards/node"))
     for target in targets:
-        card = target.card
-        rate = card.flops_per_s.get("bfloat16") or card.flops_per_s.get("float16")
-        memory = format_bytes(card.memory_bytes) if card.memory_bytes else "unknown"
-        usable = format_bytes(card.usable_memory_bytes) if card.usable_memory_bytes else ""
-        table.add_row(Text(target.id), Text(target.vendor), memory, usable,
-                      f"{card.memory_bytes_per_s / 1e9:,.0f}" if card.memory_bytes_per_s else "",
-                      f"{rate / 1e12:,.4g}" if rate else "", str(target.node.num_cards or ""), target.software.torch_device,
-                      target.confidence)  # fmt: skip
+        bandwidth = f"{target.memory_bytes_per_s / 1e9:,.0f}" if target.memory_bytes_per_s else ""
+        memory = format_bytes(target.memory_bytes) if target.memory_bytes else "unknown"
+        table.add_row(Text(target.id), Text(target.vendor), memory, bandwidth, str(target.num_cards or ""),
+                      target.torch_device, target.confidence)  # fmt: skip
     return table
 
 

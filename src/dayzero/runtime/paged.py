@@ -209,6 +209,7 @@ class PagedRunner:
         self.model, self.state = model, state
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
         self._attention_modules: list[nn.Module] = []
+        self.pools: list[torch.Tensor] = []
         module = model.module
         self._implementation = getattr(module.config, "_attn_implementation", "eager")
         self._keeps_rows = names_argument(module, "logits_to_keep")
@@ -248,6 +249,7 @@ class PagedRunner:
             del module.dayzero_state, module.dayzero_site
         self._replaced.clear()
         self._attention_modules.clear()
+        self.pools.clear()
         self.model.module.set_attn_implementation(self._implementation)  # type: ignore[operator]
         self.state.close()
 
@@ -268,6 +270,7 @@ class PagedRunner:
             shape = (num_blocks, block_tokens, call.num_kv_heads)
             k_pool = torch.zeros(*shape, call.key_dim, device=device, dtype=dtype)
             v_pool = torch.zeros(*shape, call.value_dim, device=device, dtype=dtype)
+            self.pools += [k_pool, v_pool]
             self.state.set_pool(call.layer, k_pool, v_pool, call.visibility)
             call.module.dayzero_state = self.state  # type: ignore[assignment]
             call.module.register_buffer("dayzero_site", self.state.site(call.layer), persistent=False)

@@ -114,7 +114,7 @@ def prove(make: Callable[[], Runner], tier: str, references: list[torch.Tensor],
     return judge(tier, got, references)
 
 
-def judge(tier: str, got: list[torch.Tensor], references: list[torch.Tensor], limit: float = MAX_LOGIT_ERROR) -> Proof:
+def judge(tier: str, got: list[torch.Tensor], references: list[torch.Tensor]) -> Proof:
     worst, where = 0.0, ""
     for index, (mine, reference) in enumerate(zip(got, references, strict=True)):
         difference = (mine - reference[: len(mine)]).abs().amax(-1)
@@ -122,7 +122,7 @@ def judge(tier: str, got: list[torch.Tensor], references: list[torch.Tensor], li
             return Proof(tier=tier, passed=False, max_error=float("inf"), reason=f"sequence {index}: a logit is not finite")
         if float(difference.max()) > worst:
             worst, where = float(difference.max()), f"sequence {index}, position {int(difference.argmax())}"
-    passed = worst <= limit
+    passed = worst <= MAX_LOGIT_ERROR
     return Proof(
         tier=tier, passed=passed, max_error=worst, reason="" if passed else f"a logit differs by {worst:.2g} at {where}"
     )

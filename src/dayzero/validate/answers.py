@@ -43,11 +43,13 @@ def path_of(logits: np.ndarray, num_prompt_tokens: int, answer: Sequence[int]) -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Agreement:
-    """`same`: leading tokens which are the reference's. `cut`: tokens from the first near-tie on, which only have to be near
-    the best. `wrong`: places of tokens that are neither the best nor within the tie gap of it."""
+    """`same`: leading tokens which are the reference's. `best`: tokens which are its best after the answer's own before them.
+    `cut`: tokens from the first near-tie on, which only have to be near the best. `wrong`: places of tokens that are neither
+    the best nor within the tie gap of it."""
 
     num_tokens: int
     same: int
+    best: int
     cut: int
     wrong: tuple[int, ...]
 
@@ -59,7 +61,7 @@ def agreement(path: Path, tie_gap: float) -> Agreement:
     num_tokens = len(path.token_ids)
     same = int(np.argmax(differs)) if differs.any() else num_tokens
     cut = num_tokens - int(np.argmax(ties)) if ties.any() else 0
-    return Agreement(num_tokens=num_tokens, same=same, cut=cut,
+    return Agreement(num_tokens=num_tokens, same=same, best=num_tokens - int(differs.sum()), cut=cut,
                      wrong=tuple(int(place) for place in np.flatnonzero(differs & (path.regret >= tie_gap))))  # fmt: skip
 
 

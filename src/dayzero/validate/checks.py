@@ -37,7 +37,7 @@ def check_logits(regime: Regime, errors: PositionErrors, comparisons: Sequence[C
     kept, limit = regime.kept(errors.worst_abs), regime.logits_limit()
     order = np.argsort(errors.worst_abs, kind="stable")
     worst = int(order[len(kept) - 1])
-    detail = "; ".join(c.describe() for c in comparisons if not c.passed) or "; ".join(c.describe() for c in comparisons)
+    detail = max(comparisons, key=lambda c: (not c.passed, c.max_abs)).describe()
     if not regime.exact:
         over = int((errors.worst_abs > limit).sum())
         factor = regime.limits.own_error_factor.value
@@ -105,8 +105,8 @@ def check_layers(
         if not found.passed:
             return Check(name="layer_error", verdict="fail", value=found.max_abs, limit=None,
                          where=f"layer {index} ({kinds[index]})", detail=found.describe()), tuple(layers)  # fmt: skip
-        own_relative = _rms(regime.kept(row_errors(own[index], theirs))) if own is not None else 0.0
-        relative = _rms(regime.kept(row_errors(ours, theirs)))
+        own_relative = regime.typical(row_errors(own[index], theirs)) if own is not None else 0.0
+        relative = regime.typical(row_errors(ours, theirs))
         assert found.max_abs is not None
         layers.append(LayerError(layer=index, kind=kinds[index], max_abs=found.max_abs, relative=relative,
                                  reference_relative=own_relative))  # fmt: skip
@@ -116,15 +116,11 @@ def check_layers(
     over = [index for index, ratio in enumerate(excess) if not ratio <= 1]
     where = f"layer {worst} ({kinds[worst]})"
     where += f"; the first over its limit is layer {over[0]} ({kinds[over[0]]})" if over else ""
-    detail = f"relative error per token, root mean square over {len(want[0])} tokens, of {len(layers)} layers"
+    mean = "root mean square" if regime.exact else "median"
+    detail = f"relative error per token, {mean} over {len(want[0])} tokens, of {len(layers)} layers"
     detail += f"; the reference's own at {regime.dtype}: {layers[worst].reference_relative:.3g}" if own is not None else ""
     return Check(name="layer_error", verdict=_verdict(not over), value=layers[worst].relative, limit=limits[worst],
                  where=where, detail=detail), tuple(layers)  # fmt: skip
-
-
-def _rms(values: np.ndarray) -> float:
-    """NaN (a reference row of zeros, missed) counts as infinite."""
-    return float(np.sqrt(np.mean(np.nan_to_num(values, nan=np.inf) ** 2)))
 
 
 def check_answers(regime: Regime, name: str, paths: Sequence[Path], prompts: Sequence[str]) -> Check:
@@ -133,9 +129,10 @@ def check_answers(regime: Regime, name: str, paths: Sequence[Path], prompts: Seq
     num_tokens, wrong = sum(f.num_tokens for f in found), sum(len(f.wrong) for f in found)
     cut, allowed = sum(f.cut for f in found), regime.num_excused(num_tokens)
     tie = f"{regime.tie_gap:.3g}"
-    detail = (f"{num_tokens} tokens of {len(found)} answers: {num_tokens - cut} compared one by one, {cut} cut after a tie of "
-              f"the reference (two best closer than {tie}; in {sum(f.cut > 0 for f in found)} answers), where a token only "
-              f"has to be within {tie} of the best")  # fmt: skip
+    best, num_cut = sum(f.best for f in found), sum(f.cut > 0 for f in found)
+    detail = (f"{num_tokens} tokens of {len(found)} answers, {best} of them the reference's best; {num_tokens - cut} compared "
+              f"one by one, {cut} cut after a tie of the reference (two best closer than {tie}; in {num_cut} "
+              f"answers), where a token only has to be within {tie} of the best")  # fmt: skip
     blind = float(np.mean(np.concatenate([path.blind_regret for path in paths])))
     if wrong <= allowed and regime.tie_gap >= blind:
         return not_shown(name, f"at {regime.dtype} the reference cannot tell a right token from a guess: its own error can "

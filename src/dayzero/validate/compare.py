@@ -1,10 +1,10 @@
 """Two arrays in, one verdict out, with the worst place and its values. numpy only.
 
 A comparison tool must not be fooled: NaN and infinities are never "within tolerance", shapes are never broadcast, integers
-(token ids, say) are compared exactly and never with floats, nothing is never equal to nothing, and cosine similarity is shown but decides nothing (a
-result scaled by two has cosine 1). Closeness therefore needs a *relative* limit; an absolute one may be added. Claims of
-equality are bitwise. What the arrays mean, and how large a limit should be, is the caller's business. bfloat16 has no numpy
-type: widen it to float32 first, which is exact.
+(token ids, say) are compared exactly and never with floats, nothing is never equal to nothing, and cosine similarity is
+shown but decides nothing (a result scaled by two has cosine 1). Closeness therefore needs a *relative* limit; an absolute one
+may be added. Claims of equality are bitwise. What the arrays mean, and how large a limit should be, is the caller's business.
+bfloat16 has no numpy type: widen it to float32 first, which is exact.
 """
 
 from dataclasses import dataclass

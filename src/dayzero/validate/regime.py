@@ -49,6 +49,12 @@ class Regime:
         """The values without the largest ones that are excused, smallest first."""
         return np.sort(values)[: len(values) - self.num_excused(len(values))]
 
+    def typical(self, values: np.ndarray) -> float:
+        """Root mean square over tokens; in a reduced dtype the median (see `Limits.layer_relative`). NaN (a reference row of
+        zeros, missed) counts as infinite."""
+        values = np.nan_to_num(values, nan=np.inf)
+        return float(np.sqrt(np.mean(values**2))) if self.exact else float(np.median(values))
+
     @property
     def tie_gap(self) -> float:
         """Distance of the two best logits below which either may come first. In a reduced dtype: what an error of twice the

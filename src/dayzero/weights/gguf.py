@@ -19,7 +19,7 @@ from dayzero.weights.files import Progress
 
 SHARD_BYTES = 100 * 10**6  # small shards, so that even a small model is an ordinary sharded release
 
-# `tokenizer.ggml.pre` -> the pre-tokenizers before byte-level splitting, as llama.cpp defines the name (llama-vocab.cpp).
+# `tokenizer.ggml.pre` -> the pre-tokenizers before byte-level splitting, as the format's reference reader defines it.
 PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {"smollm": ("digits",), "gpt-2": (), "default": ()}
 
 CONTROL_TOKEN = 3  # gguf TokenType.CONTROL

@@ -16,8 +16,9 @@ from dayzero.core.sharding import Box, owns_layer, rank_boxes
 from dayzero.core.units import DTYPE_BITS, GIB, SAFETENSORS_DTYPES, tensor_bytes
 from dayzero.weights.algebra import View, concatenate
 
-# Files small enough to keep several threads busy and to repeat after an interruption, large enough to be few.
-FILE_BYTES = 1 * GIB
+# A rank's files: small enough to keep several threads busy (one writes while another waits for the disk) and to be cheap
+# to repeat after an interruption, large enough to be few.
+FILE_BYTES, MAX_FILE_BYTES, USUAL_FILES = GIB // 4, 2 * GIB, 32
 HEADER_NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 
 
@@ -94,7 +95,9 @@ def place(
             if dtype is not None and part.dtype == model.dtype and not parameter.is_buffer:
                 part = part.cast(dtype)
             tensors.append((parameter.name, part))
-        files += pack_files(tensors, rank=rank, folder=f"rank-{rank:05d}", file_bytes=FILE_BYTES)
+        total = sum(tensor_bytes(view.shape, view.dtype) for _, view in tensors)
+        size = min(max(FILE_BYTES, total // USUAL_FILES), MAX_FILE_BYTES)
+        files += pack_files(tensors, rank=rank, folder=f"rank-{rank:05d}", file_bytes=size)
     return tuple(files), tuple(problems.values())
 
 
