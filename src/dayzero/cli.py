@@ -5,23 +5,21 @@ Exit status: 0 done and every required verdict passes, 1 done but one fails or i
 """
 
 import json
-import os
 import signal
-import sys
-import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
 
+from dayzero import endings, inputs
 from dayzero.core.errors import DayZeroError
-from dayzero.core.records import from_dict, record_json, to_dict
+from dayzero.core.records import record_json, to_dict
 
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__.split("\n")[0] if __doc__ else ""
 )
-out, err = Console(), Console(stderr=True)
+out, err = Console(), endings.err
 
 PathArgument = Annotated[Path, typer.Argument(help="a release folder or a config.json")]
 RunArgument = Annotated[Path, typer.Argument(help="a run folder, as written by `adapt`")]
@@ -33,56 +31,7 @@ TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="allow th
 
 
 def main() -> NoReturn:
-    """Run a verb; turn every way it can end into an exit status."""
-    signal.signal(signal.SIGTERM, _interrupt)  # so that `finally` blocks run and nothing is left behind
-    wants_json = "--json" in sys.argv
-    try:
-        status = app(standalone_mode=False)
-        sys.exit(status if isinstance(status, int) else 0)
-    except KeyboardInterrupt:
-        _fail(
-            DayZeroError("interrupted", got="a signal", want="to finish", fix="run the same command with --resume"),
-            wants_json,
-            130,
-        )
-    except DayZeroError as error:
-        _fail(error, wants_json, 2)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: nothing more to say
-        sys.exit(1)
-    except Exception as error:
-        if type(error).__module__.split(".")[0] in ("click", "typer"):  # the command line itself was wrong
-            message = getattr(error, "format_message", lambda: str(error))()
-            _fail(
-                DayZeroError(message, got=" ".join(sys.argv[1:]), want="see --help", fix="correct the command line"),
-                wants_json,
-                2,
-            )
-        if os.environ.get("DAYZERO_DEBUG"):
-            traceback.print_exc()
-        where = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(where.filename).name}:{where.lineno}"
-        _fail(
-            DayZeroError(
-                "dayzero met an error it did not expect",
-                got=f"{type(error).__name__}: {error} ({place})",
-                want="no error",
-                fix="set DAYZERO_DEBUG=1 to see the traceback, and report it",
-            ),
-            wants_json,
-            2,
-        )
-
-
-def _interrupt(number: int, frame: object) -> NoReturn:
-    raise KeyboardInterrupt
-
-
-def _fail(error: DayZeroError, wants_json: bool, status: int) -> NoReturn:
-    err.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)
-    if wants_json:
-        print(json.dumps(error.as_dict()), flush=True)
-    sys.exit(status)
+    endings.run(app)
 
 
 def _say(text: str) -> None:
@@ -144,12 +93,12 @@ def plan(
     from dayzero.plan import PlanOptions, make_plan
     from dayzero.report.text import plan_table
 
-    options = _given(
+    options = inputs.given(
         devices=devices, tp=tp, pp=pp, ep=ep, dp=dp, cp=cp, context=context, concurrency=concurrency,
         memory_fraction=memory_fraction, weights_dtype=weights_dtype, cache_dtype=cache_dtype,
     )  # fmt: skip
-    model = _description(path, trust_remote_code)
-    result = make_plan(model, load_target(target), _workload(workload), PlanOptions(**options))
+    model = inputs.description(path, trust_remote_code)
+    result = make_plan(model, load_target(target), inputs.workload(workload), PlanOptions(**options))
     _show(as_json, record_json(result), lambda: plan_table(result))
     return 0 if result.feasible else 1
 
@@ -197,7 +146,7 @@ def map_operators(
     from dayzero.core.runstore import RunStore
     from dayzero.report.text import operators_table
 
-    if _is_run(path):
+    if inputs.is_run(path):
         from dayzero import stages
 
         store = RunStore.open(path)
@@ -206,7 +155,7 @@ def map_operators(
         from dayzero.devices.backend import open_backend
         from dayzero.model.operators import map_release
 
-        result = map_release(path, _description(path, False), open_backend(device or "cpu"), context_tokens=context)
+        result = map_release(path, inputs.description(path, False), open_backend(device or "cpu"), context_tokens=context)
     _show(as_json, record_json(result), lambda: operators_table(result))
     return 0 if not result.missing else 1
 
@@ -311,12 +260,12 @@ def adapt(
     from dayzero.devices.targets import load_target
     from dayzero.report.text import acceptance_table, plan_table
 
-    options = _given(
-        plan=_given(devices=devices, context=context, concurrency=concurrency, memory_fraction=memory_fraction) or None,
+    options = inputs.given(
+        plan=inputs.given(devices=devices, context=context, concurrency=concurrency, memory_fraction=memory_fraction) or None,
         device=device, dtype=dtype, trust_remote_code=trust_remote_code or None,
     )  # fmt: skip
     store = pipeline.open_run(
-        path, load_target(target), devices=devices, workload=_workload(workload), runs=runs, options=options
+        path, load_target(target), devices=devices, workload=inputs.workload(workload), runs=runs, options=options
     )
     _say(f"run folder: {store.folder}")
     try:
@@ -395,48 +344,6 @@ def fetch(
         folder = fetch_model(name, out_folder or Path("models") / name, progress=progress)
     _show(as_json, {"schema": "dayzero.fetch/1", "name": name, "folder": str(folder)}, lambda: str(folder))
     return 0
-
-
-def _given(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _is_run(path: Path) -> bool:
-    from dayzero.core.runstore import INPUTS_FILE
-
-    return (path / INPUTS_FILE).is_file()
-
-
-def _description(path: Path, trust_remote_code: bool) -> Any:
-    """A ModelDescription from a release folder, a config.json or a 1_model.json; unsound ones are refused."""
-    from dayzero.core.model import ModelDescription
-    from dayzero.core.records import read_json, read_record
-    from dayzero.stages import require_sound
-
-    data = read_json(path) if path.is_file() else None
-    if isinstance(data, dict) and str(data.get("schema", "")).startswith("dayzero.model/"):
-        model = read_record(ModelDescription, path)
-    else:
-        from dayzero.model.describe import describe
-
-        model = describe(path, trust_remote_code=trust_remote_code)
-    require_sound(model)
-    return model
-
-
-def _workload(path: Path | None) -> Any:
-    from dayzero.core.target import Workload, load_yaml
-
-    if path is None:
-        return Workload()
-    if not path.is_file():
-        raise DayZeroError(
-            f"there is no workload file at {path}", got="no such file", want="a YAML file", fix="correct --workload"
-        )
-    data = load_yaml(path) or {}
-    if isinstance(data, dict):
-        data.pop("schema", None)
-    return from_dict(Workload, data, source=str(path))
 
 
 def _served(run: Path, url: str | None, measure: Any) -> Any:

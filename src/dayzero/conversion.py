@@ -43,8 +43,8 @@ def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, 
     """The layout of a plan, or of the degrees given, with pipeline stages cut as the planner cuts them."""
     if plan_file is not None:
         if any(degree != 1 for degree in degrees.values()):
-            raise DayZeroError("a plan and degrees exclude each other", got=f"--plan {plan_file} and {degrees}", want="one of them",
-                               fix="leave the degrees out: the plan has them")  # fmt: skip
+            raise DayZeroError("a plan and degrees exclude each other", got=f"--plan {plan_file} and {degrees}",
+                               want="one of them", fix="leave the degrees out: the plan has them")  # fmt: skip
         return read_record(Plan, plan_file).layout
     if degrees["pp"] == 1:
         return Layout(**degrees)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dayzero.core.errors import DayZeroError
-from dayzero.devices.host import host_memory, instruction_set
+from dayzero.devices.host import host_memory
 from dayzero.ops.definitions import OPERATORS
 from dayzero.ops.library import library_table
 from dayzero.ops.registry import BACKENDS, Kernel, Registry, Table, checked_table
@@ -148,7 +148,3 @@ def accelerator_memory(device: str) -> DeviceMemory:
         )
     free, total = module.mem_get_info(device)
     return DeviceMemory(total_bytes=int(total), available_bytes=int(free))
-
-
-def host_instruction_set() -> str:
-    return instruction_set()

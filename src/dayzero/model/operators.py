@@ -89,12 +89,8 @@ def pair_models(full: nn.Module, small: nn.Module, shrunk: ShrunkConfig, config:
     known, pairs = {name for name, _ in small.named_modules()}, {}
     for name, _ in full.named_modules():
         found = re.match(re.escape(layers) + r"\.(\d+)(.*)", name)
-        wanted = f"{small_layers}.{stand_in[int(found.group(1))]}{found.group(2)}" if found else name
-        if wanted not in known:
-            prefix, rest = wanted[: -len(found.group(2))] if found and found.group(2) else "", found.group(2) if found else wanted
-            wanted = prefix + re.sub(r"(?<=\.)\d+(?=\.|$)", "0", rest)
-        if wanted in known:
-            pairs[name] = wanted
+        head, rest = (f"{small_layers}.{stand_in[int(found.group(1))]}", found.group(2)) if found else ("", name)
+        for wanted in (head + rest, head + re.sub(r"(?<=\.)\d+(?=\.|$)", "0", rest)):
+            if wanted in known and name not in pairs:
+                pairs[name] = wanted
     return ModelPair(full=full, small=small, stand_in=pairs, layers=layers)
-
-

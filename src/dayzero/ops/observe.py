@@ -33,6 +33,14 @@ from dayzero.ops.definitions import Cost
 
 IMPLEMENTATION = "dayzero_observe"
 PREFILL_TOKENS = 11  # odd, and longer than the windows of a shrunken instance (8)
+aten = torch.ops.aten
+# These allocate or relabel without touching an element; those only move elements.
+UNTOUCHED = {aten.empty, aten.empty_like, aten.new_empty, aten._unsafe_view, aten.lift_fresh, aten._local_scalar_dense}
+MOVING = {
+    aten.copy_, aten.clone, aten.cat, aten.stack, aten._to_copy, aten.repeat, aten.index, aten.index_select, aten.gather,
+    aten.scatter, aten.scatter_, aten.index_put_, aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like,
+    aten.full_like, aten.arange, aten.constant_pad_nd, aten.where, aten.masked_fill, aten.roll, aten.flip, aten.tril, aten.triu,
+}  # fmt: skip
 CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state")
 SAMPLES = 3  # calls of one library operator kept for testing, of different shapes
 SAMPLE_ELEMENTS = 2**18  # larger calls are not kept: the shrunken instance has none that matters
@@ -114,7 +122,7 @@ class _Watcher(TorchDispatchMode):
         return out
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta:
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
             # The forward asks for a value that meta tensors do not have: every question gets the same answer.
             dtype = args[0].dtype
             return self.answer if dtype == torch.bool else float(self.answer) if dtype.is_floating_point else int(self.answer)
@@ -151,17 +159,19 @@ class _Watcher(TorchDispatchMode):
 
 
 def aten_cost(func: Any, args: Any, kwargs: Any, out: Any) -> Cost:
-    """Matrix products by torch's own formulas, everything else one operation per output element; views are free."""
+    """Matrix products by torch's own formulas, other arithmetic one operation per output element; views are free."""
     tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
     outs = [leaf for leaf in tree_flatten(out)[0] if isinstance(leaf, Tensor)]
-    if is_view(func) or not outs:
+    if is_view(func) or not outs or func.overloadpacket in UNTOUCHED:
         return Cost()
     moved = sum(tensor.numel() * tensor.element_size() for tensor in outs)
     # A lookup reads what it returns, not the table.
-    lookup = func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_select, torch.ops.aten.embedding)
+    lookup = func.overloadpacket in (aten.index, aten.index_select, aten.gather, aten.embedding)
     moved += moved if lookup else sum(tensor.numel() * tensor.element_size() for tensor in tensors)
     if (formula := flop_registry.get(func.overloadpacket)) is not None:
         return Cost(flops=float(formula(*args, **kwargs, out_val=out)), bytes=moved)
+    if func.overloadpacket in MOVING:
+        return Cost(bytes=moved)
     return Cost(flops=float(sum(tensor.numel() for tensor in outs if tensor.is_floating_point())), bytes=moved)
 
 

@@ -206,7 +206,7 @@ def _activation(probe: _Probe) -> Recognised | None:
     x = probe.draw(probe.observed[0].shape) * 2
     got = probe.call(x)
     for name, function in ACTIVATIONS.items():
-        if _close(got, function(x)):
+        if name != "identity" and _close(got, function(x)):  # what changes nothing is no operator
             return Recognised(operator="activation", settings={"activation": name})
     return None
 

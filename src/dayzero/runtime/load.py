@@ -27,6 +27,9 @@ from dayzero.runtime.proof import BLOCK_TOKENS, Proof, proof_sequences, prove, r
 from dayzero.runtime.runner import LoadedModel, Runner
 from dayzero.runtime.weights_in import load_module, release_config
 
+# Below this size a layer's compilation (a quarter of a minute) is not worth it, as in tests.
+COMPILE_FROM_PARAMETERS = 20_000_000
+
 # Tokens of the check on the real weights, run as one prompt chunk of 48 and 16 decode steps.
 CHECK_PROMPT, CHECK_DECODED = 48, 16
 # Error of a served row over the size of the reference's row (Frobenius), by dtype. float32: rounding of sums that are
@@ -95,6 +98,8 @@ def load_engine(spec: EngineSpec, log: Callable[[str], None] = lambda text: None
         sequence = sequence[: min(CHECK_PROMPT + CHECK_DECODED, spec.context_tokens)]
         reference = uncached_logits(model.module, sequence, device)
         runner = choice.make(model)
+        notes = [kernel_note] if kernel_note else []
+        notes += compile_runner(runner, spec, log)
         check = check_real(runner, sequence, reference, spec, dtype)
     log(f"{check.tier} on the real weights: relative error {check.max_error:.2g}")
     if not check.passed:
@@ -107,7 +112,7 @@ def load_engine(spec: EngineSpec, log: Callable[[str], None] = lambda text: None
     info = EngineInfo(
         model=spec.model,
         tier=runner.tier,
-        tier_reasons=tier_reasons(choice.proofs, check, kernel_note, runner),
+        tier_reasons=tier_reasons(choice.proofs, check, runner, notes),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         instruction_set=instruction_set,
@@ -235,13 +240,32 @@ def check_real(runner: Runner, tokens: list[int], reference: torch.Tensor, spec:
     return Proof(tier=runner.tier, passed=passed, max_error=error, reason="" if passed else f"a relative error of {error:.2g}")
 
 
-def tier_reasons(proofs: tuple[Proof, ...], check: Proof, kernel_note: str, runner: Runner) -> tuple[str, ...]:
+def compile_runner(runner: Runner, spec: EngineSpec, log: Callable[[str], None]) -> list[str]:
+    """Compile the layers of a T2 runner on the CPU, and say in words what was done or why not."""
+    if spec.compile not in ("auto", "on", "off"):
+        raise DayZeroError("unknown compile setting", got=spec.compile, want="auto, on or off", fix="give --compile auto")
+    if spec.compile == "off" or not isinstance(runner, PagedRunner) or not isinstance(runner.state, CompiledState):
+        return []
+    size = sum(parameter.numel() for parameter in runner.model.module.parameters())
+    if spec.compile == "auto" and size < COMPILE_FROM_PARAMETERS:
+        return []
+    from dayzero.runtime.package import NotCompilable, compile_layers, default_cache_folder, restore_layers
+
+    try:
+        compiled = compile_layers(runner, default_cache_folder(), log)
+    except NotCompilable as error:
+        return [f"no layer is compiled: {error}"]
+    runner.before_close = partial(restore_layers, runner)
+    log(f"{compiled.layers} layers compiled in {compiled.packages} packages ({compiled.seconds:.1f} s)")
+    return [f"{compiled.layers} of {len(runner.model.layers)} layers run compiled", *compiled.notes]
+
+
+def tier_reasons(proofs: tuple[Proof, ...], check: Proof, runner: Runner, notes: list[str]) -> tuple[str, ...]:
     """Why this tier: what refuted the better ones, in words for the report."""
     refuted = [f"{proof.tier} is not used: {proof.reason}" for proof in proofs[:-1]]
     chosen = proofs[-1]
     shown = f"{chosen.tier} is right on a shrunken instance: worst logit error {chosen.max_error:.2g} in float32"
     real = f"on the real weights the relative error against the uncached forward is {check.max_error:.2g}"
-    notes = [kernel_note] if kernel_note else []
     if runner.whole_prompts:
         notes.append("prompts are run in one piece: this model's state cannot be continued in the middle of a prompt")
     return (*refuted, shown, real, *notes)

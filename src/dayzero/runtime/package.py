@@ -55,6 +55,11 @@ class _Call:
 class PackagedLayer(nn.Module):
     """Stands where a decoder layer stood. Attributes it does not have are the layer's own."""
 
+    _run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+    _weights: list[torch.Tensor]
+    _rebuild: Callable[[list[torch.Tensor]], Any]
+    replaced: nn.Module
+
     def __init__(
         self,
         layer: nn.Module,
@@ -63,10 +68,9 @@ class PackagedLayer(nn.Module):
         weights: list[torch.Tensor],
     ) -> None:
         super().__init__()
-        self.__dict__["_layer"] = layer  # not a submodule: its parameters are listed once, by the runner's model
+        self.replaced = layer
         self._run, self._weights, self._spec = run, weights, call.spec
         self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
-        self._rebuild: Callable[[list[torch.Tensor]], Any]
         if isinstance(call.output, torch.Tensor):
             self._rebuild = lambda outputs: outputs[0]
         else:
@@ -77,7 +81,7 @@ class PackagedLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self.__dict__["_layer"], name)
+            return getattr(super().__getattr__("replaced"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_leaf)
@@ -119,9 +123,9 @@ def compile_layers(runner: PagedRunner, cache_folder: Path, log: Callable[[str],
         packages += 1
         for index in members:
             packaged = PackagedLayer(layers[index], run, calls[0][index], _weights(layers[index]))
-            error = _compare(runner, packaged, calls[0][index])
-            if error > _LIMIT[model.dtype]:
-                notes.append(f"layer {index} is not compiled: it differs from the module by {error:.2g} of its size")
+            off = _compare(runner, packaged, calls[0][index])
+            if off > _LIMIT[model.dtype]:
+                notes.append(f"layer {index} is not compiled: it differs from the module by {off:.2g} of its size")
                 continue
             layers[index] = packaged
             replaced += 1
@@ -133,7 +137,7 @@ def restore_layers(runner: PagedRunner) -> None:
     layers = runner.model.layers
     for index, layer in enumerate(layers):
         if isinstance(layer, PackagedLayer):
-            layers[index] = layer.__dict__["_layer"]
+            layers[index] = layer.replaced
 
 
 def default_cache_folder() -> Path:
@@ -232,11 +236,16 @@ def _build(
             made = torch._inductor.aoti_compile_and_package(exported, package_path=str(Path(folder) / "layer.pt2"))
             os.replace(made, path)
     package = torch._inductor.aoti_load_package(str(path))
-    return package.loader.boxed_run  # type: ignore[no-any-return, attr-defined]
+    return package.loader.boxed_run
 
 
 class _LayerFunction(nn.Module):
     """A layer as a function of its tensor arguments and its weights."""
+
+    _layer: nn.Module
+    _names: list[str]
+    _call: _Call
+    _num_inputs: int
 
     def __init__(self, layer: nn.Module, names: list[str], call: _Call, num_inputs: int) -> None:
         super().__init__()

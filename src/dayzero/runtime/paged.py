@@ -210,6 +210,7 @@ class PagedRunner:
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
         self._attention_modules: list[nn.Module] = []
         self.pools: list[torch.Tensor] = []
+        self.before_close: Callable[[], None] = lambda: None
         module = model.module
         self._implementation = getattr(module.config, "_attn_implementation", "eager")
         self._keeps_rows = names_argument(module, "logits_to_keep")
@@ -243,6 +244,7 @@ class PagedRunner:
 
     def close(self) -> None:
         """Give the module back as it was and free the pools."""
+        self.before_close()
         for parent, name, linear in self._replaced:
             setattr(parent, name, linear)
         for module in self._attention_modules:

@@ -81,7 +81,7 @@ class EngineSubject:
 
     def parameters(self) -> Iterator[tuple[str, np.ndarray]]:
         for name, parameter in self._model.module.named_parameters():
-            yield name, parameter.detach().float().cpu().numpy()
+            yield name.replace(".replaced.", "."), parameter.detach().float().cpu().numpy()
 
 
 class _LayerWatch:
