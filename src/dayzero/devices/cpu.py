@@ -100,7 +100,8 @@ def _attention(
             pool[slots] = tensor[sequence, :, : context - rows].transpose(0, 1)
     offsets = torch.arange(num_sequences + 1, dtype=torch.int32) * rows
     contexts = torch.full((num_sequences,), context, dtype=torch.int32)
-    flat = [t.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for t in (q, k[:, :, context - rows :], v[:, :, context - rows :])]
+    new = (q, k[:, :, context - rows :], v[:, :, context - rows :])
+    flat = [t.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for t in new]
     handle = torch.ops.dayzero.create_state()
     try:
         torch.ops.dayzero.set_pool(handle, 0, *pools, BLOCK_TOKENS, window, chunk)

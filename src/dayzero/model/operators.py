@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,10 @@ from dayzero.core.model import ModelDescription
 from dayzero.core.operators import OperatorMap
 from dayzero.model.classes import find_layers, layer_kind_signatures
 from dayzero.model.release import open_release
-from dayzero.model.resolve import Resolved, one_line, resolve
+from dayzero.model.resolve import Resolved, resolve
 from dayzero.model.shrink import ShrunkConfig, build_shrunken
 from dayzero.ops.conformance import Device
-from dayzero.ops.mapping import ModelPair, map_operators
+from dayzero.ops.mapping import ModelPair, Unobservable, map_operators
 
 SEED = 0
 
@@ -52,25 +53,31 @@ def map_config(
     """As `map_release`, from a config. `overrides`: see `shrink_config`."""
     full = Resolved(config=config).build(getattr(torch, model.dtype))
     small, shrunk = build_shrunken(config, dtype=getattr(torch, model.dtype), seed=SEED, overrides=overrides)
-    pair = pair_models(full, small, shrunk, config)
+    settings: dict[str, Any] = {"model": model.name, "dtype": model.dtype, "context_tokens": context_tokens}
     try:
-        return map_operators(
-            pair,
-            backend,
-            model=model.name,
-            dtype=model.dtype,
-            layer_kinds=model.layer_kinds,
-            context_tokens=context_tokens,
+        pair = pair_models(full, small, shrunk, config)
+        return map_operators(pair, backend, layer_kinds=model.layer_kinds, **settings)
+    except Unobservable as failure:
+        # The forward needs values, which meta tensors lack. What runs is known from the small instance; sizes are not.
+        told = (
+            f"The model's forward cannot be followed without values ({failure}): sites, sizes and shares of this map are "
+            "those of its shrunken instance."
         )
-    except DayZeroError:
-        raise
-    except Exception as error:  # the model's own forward: its class may not run on meta, whatever it raises
+    kinds = [
+        replace(kind, layers=tuple(place for place, layer in enumerate(shrunk.layer_indices) if layer in kind.layers))
+        for kind in model.layer_kinds
+    ]
+    same = ModelPair(full=small, small=small, stand_in={n: n for n, _ in small.named_modules()}, layers=find_layers(small)[0])
+    try:
+        found = map_operators(same, backend, layer_kinds=kinds, **settings)
+    except Unobservable as failure:
         raise DayZeroError(
             f"the operators of {model.name} cannot be observed",
-            got=one_line(error),
-            want="a class whose forward runs without values",
-            fix="report the model type; without a map the engine still proves itself at load",
-        ) from error
+            got=str(failure),
+            want="a class whose forward runs on a shrunken instance",
+            fix="report the model type: without a map nothing is known about its operators on this device",
+        ) from failure
+    return replace(found, fallbacks=(told, *found.fallbacks))
 
 
 def pair_models(full: nn.Module, small: nn.Module, shrunk: ShrunkConfig, config: PreTrainedConfig) -> ModelPair:
@@ -82,9 +89,9 @@ def pair_models(full: nn.Module, small: nn.Module, shrunk: ShrunkConfig, config:
     small_layers, small_stack = find_layers(small)
     signatures = layer_kind_signatures(full, config)
     stand_in: dict[int, int] = {}
-    small_index = {layer: place for place, layer in reversed(list(enumerate(shrunk.layer_indices))) if place < len(small_stack)}
+    small_index = {layer: place for place, layer in reversed(list(enumerate(shrunk.layer_indices))) if layer < len(stack)}
     for layer in range(len(stack)):
-        alike = [place for index, place in small_index.items() if index < len(signatures) and signatures[index] == signatures[layer]]
+        alike = [place for index, place in small_index.items() if signatures[index] == signatures[layer]]
         stand_in[layer] = min(alike, default=min(layer, len(small_stack) - 1))
     known, pairs = {name for name, _ in small.named_modules()}, {}
     for name, _ in full.named_modules():

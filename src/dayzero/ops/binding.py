@@ -122,13 +122,12 @@ def _choose(
                 binding="fallback", kernel=kernel.name, evidence=verdict.evidence, refused=tuple(refused),
                 reason=f"{answered[1]} has no kernel on the device and runs on the CPU; {why}",
             )  # fmt: skip
-        return Choice(
-            binding=kernel.binding, kernel=kernel.name, reason=why, evidence=verdict.evidence, refused=tuple(refused)
-        )
+        return Choice(binding=kernel.binding, kernel=kernel.name, reason=why, evidence=verdict.evidence, refused=tuple(refused))
     told = "; ".join([*passed_over, *refused]) or "the device's table names no kernel"
     if not device.reachable:
         return Choice(binding="missing", kernel="", reason=f"{told}; {NOT_RUN}")
-    return Choice(binding="fallback", kernel=fallback, reason=f"no kernel of the device may be used: {told}", refused=tuple(refused))
+    reason = f"no kernel of the device may be used: {told}"
+    return Choice(binding="fallback", kernel=fallback, reason=reason, refused=tuple(refused))
 
 
 def _ask_kernel(device: Device, kernel: Kernel, example: Case) -> tuple[Answer, str]:

@@ -22,11 +22,28 @@ def ask(op: torch._ops.OpOverload, dispatch_key: str) -> Answer:
         return "kernel"
     if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeImplicitAutograd"):
         return "composite"
-    if torch._C._dispatch_has_computed_kernel_for_dispatch_key(name, dispatch_key):
-        return "kernel"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutogradNonFunctional"):
+        # Generated code that only allocates the result: the work is done by the variant that writes into it.
+        out = _out_variant(op)
+        return ask(out, dispatch_key) if out is not None else "kernel"
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, "CompositeExplicitAutograd"):
+        return "kernel"  # runs on the device by calling others, which the dispatcher does not list
     if torch._C._dispatch_has_backend_fallback(dispatch_key):
         return "host"
     return "none"
+
+
+def _out_variant(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The overload with the same inputs that writes into tensors it is given."""
+    inputs = [(one.name, str(one.type)) for one in op._schema.arguments]
+    base = op._schema.name.partition("::")[2].rstrip("_")  # the in-place form shares the variant of its functional form
+    packets = [op.overloadpacket, *([getattr(torch.ops.aten, base)] if hasattr(torch.ops.aten, base) else [])]
+    for other in (getattr(packet, overload) for packet in packets for overload in packet.overloads()):
+        written = [one for one in other._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+        kept = [(one.name, str(one.type)) for one in other._schema.arguments if one not in written]
+        if written and all(one.is_out for one in written) and kept == inputs:
+            return other
+    return None
 
 
 class _Listener(TorchDispatchMode):

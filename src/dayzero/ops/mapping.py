@@ -1,8 +1,8 @@
 """Every operator of a model on a device: the `map` stage.
 
-Goes in: the model on meta (its sizes), a shrunken instance in the same dtype (its behaviour), which module of one stands for which of
-the other, the description (its caches) and a device. Comes out: an `OperatorMap`: sites that are alike grouped, each with a
-kernel, a reason, evidence, and its share of one decode step at the given context.
+Goes in: the model on meta (its sizes), a shrunken instance in the same dtype (its behaviour), which module of one stands
+for which of the other, the layer kinds (their caches) and a device. Comes out: an `OperatorMap`: sites that are alike
+grouped, each with a kernel, a reason, evidence, and its share of one decode step at the given context.
 
 A site is a module that is one operator, an attention or experts call, or `module#operator.n` for what remains, library
 operator by library operator (one group per operator). Costs are taken from two observed decode steps, one token of context
@@ -12,7 +12,6 @@ between right kernels by speed.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,19 +20,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dayzero.core.model import CacheSpec, LayerKind
+from dayzero.core.model import LayerKind
 from dayzero.core.operators import Coverage, OperatorMap, Site
 from dayzero.core.units import DTYPE_BITS
 from dayzero.ops.binding import Choice, bind, bind_aten, bind_experts
-from dayzero.ops.cases import Case, tested
+from dayzero.ops.cases import Case
 from dayzero.ops.conformance import Device
 from dayzero.ops.definitions import OPERATORS, Cost
-from dayzero.ops.observe import PREFILL_TOKENS, AttentionCall, Call, Observation, is_view, observe
+from dayzero.ops.observe import Call, Observation, is_view, observe
 from dayzero.ops.recognise import Recognised, recognise
+from dayzero.ops.sites import GROWING, Scale, attention_reads, attention_signature, module_cost, module_sizes
 
-GROWING = ("full", "sliding", "chunked", "latent")
-# Context tokens seen by the second observed decode step.
-OBSERVED_CONTEXT = PREFILL_TOKENS + 2
+
+class Unobservable(Exception):
+    """The model's own forward did not run while watched; the text is its reason."""
+
+
+def _watch(model: nn.Module, **settings: Any) -> Observation:
+    try:
+        return observe(model, **settings)
+    except Exception as error:  # the model's code: whatever it raises is the reason
+        raise Unobservable(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,40 +60,8 @@ class _Group:
     operator: str
     signature: str
     names: list[str] = field(default_factory=list)
-    cost: Cost = Cost()
+    cost: Cost = field(default_factory=Cost)
     choice: Choice | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """Observed costs continued to the wanted context."""
-
-    context_tokens: int
-    kinds: Mapping[int, LayerKind]
-    layers: str
-
-    def kind(self, name: str) -> LayerKind | None:
-        found = re.match(re.escape(self.layers) + r"\.(\d+)(\.|$)", name)
-        return self.kinds.get(int(found.group(1))) if found else None
-
-    def context(self, name: str) -> int:
-        """Context that the layer of a module keeps: no more than its windows."""
-        kind = self.kind(name)
-        growing = [spec for spec in kind.cache if spec.elements_per_token] if kind else []
-        if growing and all(spec.window_tokens is not None for spec in growing):
-            return min(self.context_tokens, max(int(spec.window_tokens or 0) for spec in growing))
-        return self.context_tokens
-
-    def cost(self, name: str, first: Sequence[Cost], second: Sequence[Cost]) -> Cost:
-        """Linear in the context. A step that calls another number of operators does something periodic: not continued."""
-        one, two = sum(first, Cost()), sum(second, Cost())
-        if len(first) != len(second):
-            return two
-        steps = self.context(name) - OBSERVED_CONTEXT
-        return Cost(
-            flops=max(two.flops + (two.flops - one.flops) * steps, 0.0),
-            bytes=max(two.bytes + (two.bytes - one.bytes) * steps, 0.0),
-        )
 
 
 def map_operators(
@@ -98,14 +73,14 @@ def map_operators(
     layer_kinds: Sequence[LayerKind],
     context_tokens: int,
 ) -> OperatorMap:
-    """The map of a model on a device. Raises what the model's own forward raises on meta or on the small instance."""
+    """The map of a model on a device. Raises Unobservable where a forward cannot be followed."""
     known = recognise_modules(models.small)
     inner = frozenset(known)
-    small = observe(models.small, opaque=inner, keep_samples=True)
+    small = _watch(models.small, opaque=inner, keep_samples=True)
     recognised = {name: known[stand] for name, stand in models.stand_in.items() if stand in known}
-    full = observe(models.full, opaque=frozenset(recognised))
+    full = _watch(models.full, opaque=frozenset(recognised))
     kinds = {layer: kind for kind in layer_kinds for layer in kind.layers}
-    scale = _Scale(context_tokens, kinds, models.layers)
+    scale = Scale(context_tokens, kinds, models.layers)
     item_bytes = DTYPE_BITS[dtype] // 8
     dtypes = list(dict.fromkeys((dtype, "float32")))
     groups = [
@@ -120,7 +95,7 @@ def map_operators(
 def recognise_modules(small: nn.Module) -> dict[str, Recognised]:
     """Modules of a small CPU instance that are one operator, by name. The inside of such a module is left out."""
     found: dict[str, Recognised] = {}
-    seen = observe(small)
+    seen = _watch(small)
     modules = dict(small.named_modules())
     closed: list[tuple[str, tuple[str, ...]]] = []
     for name in modules:  # parents come before children
@@ -136,19 +111,11 @@ def recognise_modules(small: nn.Module) -> dict[str, Recognised]:
     return found
 
 
-def _tensor_bytes(module: nn.Module) -> float:
-    return float(sum(tensor.numel() * tensor.element_size() for tensor in module.parameters(recurse=False)))
-
-
-def _width(call: Call) -> int:
-    return next(int(value.shape[-1]) for value in (*call.args, *call.kwargs.values()) if isinstance(value, Tensor))
-
-
 def _module_groups(
     models: ModelPair,
     recognised: Mapping[str, Recognised],
     full: Observation,
-    scale: _Scale,
+    scale: Scale,
     device: Device,
     item_bytes: int,
     dtypes: list[str],
@@ -159,80 +126,19 @@ def _module_groups(
         if not calls:
             continue
         module = modules[name]
-        signature, sizes = _module_sizes(module, what, calls[0])
+        signature, sizes = module_sizes(module, what, calls[0])
         key = (what.operator, signature, str(sorted(what.settings.items())))
         if key not in groups:
             groups[key] = _Group(what.operator, signature)
             groups[key].choice = bind(device, what.operator, what.settings, sizes, dtypes)
         group = groups[key]
         group.names.append(name)
-        costs = [
-            [_module_cost(module, what, call, item_bytes) for call in step.modules.get(name, [])] for step in full.decode
-        ]
+        costs = [[module_cost(module, what, call, item_bytes) for call in step.modules.get(name, [])] for step in full.decode]
         group.cost += scale.cost(name, *costs)
     return list(groups.values())
 
 
-def _module_sizes(module: nn.Module, what: Recognised, call: Call) -> tuple[str, dict[str, float]]:
-    """How sites are told apart, and the sizes that cases are made from."""
-    slots = dict.fromkeys(what.slots, 1.0)
-    if what.operator == "linear":
-        inputs, outputs = _width(call), _linear_outputs(module, _width(call))
-        told = f"{inputs}->{outputs}" + (" +bias" if slots else "")
-        return told, {"in_features": tested(inputs), "out_features": tested(outputs), **slots}
-    if what.operator == "embedding":
-        rows, width = _matrix(module).shape
-        scaled = what.settings["scale"]
-        return f"{rows}x{width}" + (f" *{scaled:.6g}" if scaled != 1 else ""), {"width": tested(width)}
-    if what.operator == "convolution":
-        assert isinstance(module, nn.Conv1d)
-        channels, taps = module.in_channels, module.kernel_size[0]
-        told = f"{channels} channels, {taps} taps" + (", depthwise" if module.groups > 1 else "")
-        return told, {"channels": tested(channels), "taps": taps, **slots}
-    if what.operator == "gated_activation":
-        width = _linear_outputs(module.get_submodule(what.inside[0]), 0)
-        return f"{what.settings['activation']} {width}", {"width": tested(width)}
-    width = _width(call)
-    told = ", ".join(f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in what.settings.items()
-                     if (name, value) not in (("groups", 1), ("weight_offset", 0.0)))  # fmt: skip
-    return f"{width}, {told}" + ("" if slots or what.operator == "activation" else ", no weight"), {"width": width, **slots}
-
-
-def _matrix(module: nn.Module) -> Tensor:
-    return next(parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 2)
-
-
-def _linear_outputs(module: nn.Module, inputs: int) -> int:
-    """Of a linear whose weight may lie either way round; the parameter is [out, in] when both fit."""
-    rows, columns = _matrix(module).shape
-    return int(rows) if inputs in (0, columns) else int(columns)
-
-
-def _module_cost(module: nn.Module, what: Recognised, call: Call, item_bytes: int) -> Cost:
-    sizes: dict[str, float] = {"item_bytes": item_bytes, "elements": call.out_elements, "weight_bytes": _tensor_bytes(module)}
-    sizes["inputs"] = 2 if what.operator == "gated_activation" or what.settings.get("gate_activation") else 1
-    if what.operator == "linear":
-        inputs = _width(call)
-        outputs = _linear_outputs(module, inputs)
-        sizes |= {"in_features": inputs, "out_features": outputs, "rows": call.out_elements / outputs}
-    elif what.operator == "embedding":
-        width = _matrix(module).shape[1]
-        sizes |= {"width": width, "rows": call.out_elements / width}
-    elif what.operator == "convolution":
-        sizes["taps"] = float(_taps(module))
-    elif what.operator == "gated_activation":
-        linear = module.get_submodule(what.inside[-1])
-        rows = call.out_elements / max(_linear_outputs(linear, 0), 1)
-        sizes["elements"] = rows * _linear_outputs(module.get_submodule(what.inside[0]), 0)
-    return OPERATORS[what.operator].cost(sizes)
-
-
-def _taps(module: nn.Module) -> int:
-    assert isinstance(module, nn.Conv1d)
-    return module.kernel_size[0] * module.in_channels // module.groups
-
-
-def _attention_groups(full: Observation, scale: _Scale, device: Device, item_bytes: int, dtypes: list[str]) -> list[_Group]:
+def _attention_groups(full: Observation, scale: Scale, device: Device, item_bytes: int, dtypes: list[str]) -> list[_Group]:
     groups: dict[str, _Group] = {}
     for name, calls in full.decode[1].attention.items():
         first = full.decode[0].attention.get(name, calls)
@@ -240,12 +146,12 @@ def _attention_groups(full: Observation, scale: _Scale, device: Device, item_byt
         specs = [spec for spec in kind.cache if spec.kind in GROWING] if kind else []
         for number, call in enumerate(calls):
             before = first[number] if number < len(first) else call
-            settings, visible, cache_bytes = _attention_reads(call, before, specs, scale.context_tokens, item_bytes)
+            settings, visible, cache_bytes = attention_reads(call, before, specs, scale.context_tokens, item_bytes)
             sizes = {
                 "heads": call.query[1], "kv_heads": call.key[1], "qk_dim": call.query[3], "v_dim": call.value[3],
                 "sinks": float(call.sinks), "sparse": float(call.sparse),
             }  # fmt: skip
-            signature = _attention_signature(call, settings)
+            signature = attention_signature(call, settings)
             if signature not in groups:
                 groups[signature] = _Group("attention", signature)
                 groups[signature].choice = bind(device, "attention", settings, sizes, dtypes)
@@ -257,33 +163,8 @@ def _attention_groups(full: Observation, scale: _Scale, device: Device, item_byt
     return list(groups.values())
 
 
-def _attention_reads(
-    call: AttentionCall, before: AttentionCall, specs: Sequence[CacheSpec], context_tokens: int, item_bytes: int
-) -> tuple[dict[str, Any], float, float]:
-    """Settings for the test cases, keys a decoding query sees, and bytes of cache it reads."""
-    settings: dict[str, Any] = {"scale": call.scale, "softcap": call.softcap, "window": 0, "chunk": 0}
-    if not specs:  # the layer keeps something else: what was observed, continued
-        tokens = call.key[2] + (call.key[2] - before.key[2]) * (context_tokens - OBSERVED_CONTEXT)
-        visible = max(float(tokens), 1.0)
-        settings |= {"cache": "other", "window": call.window}
-        return settings, visible, visible * call.key[1] * (call.query[3] + call.value[3]) * item_bytes
-    limit = next((spec.window_tokens for spec in specs if spec.window_tokens is not None), None)
-    kind = specs[0].kind
-    settings["cache"] = kind
-    settings["chunk" if kind == "chunked" else "window"] = limit or 0
-    visible = float(context_tokens if limit is None else min(context_tokens, limit))
-    return settings, visible, float(sum(spec.bytes_for(context_tokens) for spec in specs))
-
-
-def _attention_signature(call: AttentionCall, settings: Mapping[str, Any]) -> str:
-    said = [f"{call.query[1]} heads, {call.key[1]} kv, {call.query[3]}/{call.value[3]} wide, {settings['cache']} cache"]
-    said += [f"{name} {settings[name]:g}" for name in ("window", "chunk", "softcap") if settings[name]]
-    said += [name for name, given in (("sinks", call.sinks), ("sparse", call.sparse)) if given]
-    return ", ".join([*said, f"scale {call.scale:.6g}"])
-
-
 def _experts_groups(
-    models: ModelPair, full: Observation, scale: _Scale, device: Device, item_bytes: int, dtypes: list[str]
+    models: ModelPair, full: Observation, scale: Scale, device: Device, item_bytes: int, dtypes: list[str]
 ) -> list[_Group]:
     modules, small = dict(models.full.named_modules()), dict(models.small.named_modules())
     groups: dict[tuple[str, str], _Group] = {}
@@ -303,8 +184,8 @@ def _experts_groups(
             "width": calls[0].args[0].shape[-1],
         }  # fmt: skip
         costs = [
-            [OPERATORS["experts"].cost(sizes | {"rows": call.out_elements / sizes["width"]}) for call in calls_of.experts.get(name, [])]
-            for calls_of in full.decode
+            [OPERATORS["experts"].cost(sizes | {"rows": c.out_elements / sizes["width"]}) for c in step.experts.get(name, [])]
+            for step in full.decode
         ]
         groups[key].cost += scale.cost(name, *costs)
     return list(groups.values())
@@ -330,9 +211,7 @@ def _experts_cases(module: nn.Module, call: Call) -> list[Case]:
     return cases
 
 
-def _aten_groups(
-    small: Observation, full: Observation, scale: _Scale, device: Device, dtypes: list[str]
-) -> list[_Group]:
+def _aten_groups(small: Observation, full: Observation, scale: Scale, device: Device, dtypes: list[str]) -> list[_Group]:
     """What remains, one group per library operator. Operators that only a prefill calls have no share."""
     names: dict[torch._ops.OpOverload, dict[str, None]] = defaultdict(dict)
     for step in (full.prefill, *full.decode):

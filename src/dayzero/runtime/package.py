@@ -58,6 +58,9 @@ class PackagedLayer(nn.Module):
     _run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
     _weights: list[torch.Tensor]
     _rebuild: Callable[[list[torch.Tensor]], Any]
+    _num_args: int
+    _names: tuple[str, ...]
+    _places: list[tuple[int | str, int | None]]
     replaced: nn.Module
 
     def __init__(
@@ -69,8 +72,19 @@ class PackagedLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.replaced = layer
-        self._run, self._weights, self._spec = run, weights, call.spec
-        self._is_tensor = [isinstance(leaf, torch.Tensor) for leaf in call.leaves]
+        self._run, self._weights = run, weights
+        args, kwargs = pytree.tree_unflatten(list(range(len(call.leaves))), call.spec)
+        self._num_args, self._names = len(args), tuple(kwargs)
+        tensors = {place for place, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)}
+        # Where the tensors are: (argument, item of it or None for the argument itself), looked up once.
+        self._places = [
+            (key, item)
+            for key, value in [*enumerate(args), *kwargs.items()]
+            for item, place in (enumerate(value) if isinstance(value, (tuple, list)) else [(None, value)])
+            if place in tensors
+        ]
+        if len(self._places) != len(tensors):
+            raise NotCompilable("a layer is given tensors inside nested containers")
         if isinstance(call.output, torch.Tensor):
             self._rebuild = lambda outputs: outputs[0]
         else:
@@ -84,10 +98,14 @@ class PackagedLayer(nn.Module):
             return getattr(super().__getattr__("replaced"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaves = pytree.tree_leaves((args, kwargs), is_leaf=_is_leaf)
-        assert len(leaves) == len(self._is_tensor), "the model calls its layers in another way than it did at load"
-        tensors = [leaf for leaf, is_tensor in zip(leaves, self._is_tensor, strict=True) if is_tensor]
-        return self._rebuild(self._run(tensors + self._weights))
+        assert (len(args), tuple(kwargs)) == (self._num_args, self._names), (
+            "the model calls its layers in another way than at load"
+        )
+        inputs = []
+        for key, item in self._places:
+            value = args[key] if isinstance(key, int) else kwargs[key]
+            inputs.append(value if item is None else value[item])
+        return self._rebuild(self._run(inputs + self._weights))
 
 
 def _interleave(outputs: list[torch.Tensor], kept: list[bool]) -> tuple[torch.Tensor | None, ...]:
