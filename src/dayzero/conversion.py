@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, 
             raise DayZeroError("a plan and degrees exclude each other", got=f"--plan {plan_file} and {degrees}",
                                want="one of them", fix="leave the degrees out: the plan has them")  # fmt: skip
         return read_record(Plan, plan_file).layout
-    if degrees["pp"] == 1:
-        return Layout(**degrees)
+    whole = Layout(tp=degrees["tp"], pp=degrees["pp"], dp=degrees["dp"], cp=degrees["cp"], ep=degrees["ep"])
+    if whole.pp == 1:
+        return whole
     from dayzero.plan.stages import cut_stages
 
     costs, first, last = [0] * model.dimensions.num_layers, 0, 0
@@ -58,7 +60,7 @@ def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, 
             first += parameter.num_bytes
         else:
             last += parameter.num_bytes
-    return Layout(**degrees, stages=cut_stages(costs, degrees["pp"], first_extra=first, last_extra=last))
+    return replace(whole, stages=cut_stages(costs, whole.pp, first_extra=first, last_extra=last))
 
 
 def verify_artifact(folder: Path, source: Path | None, say: Say) -> dict[str, Any]:

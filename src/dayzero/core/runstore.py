@@ -119,7 +119,10 @@ class RunStore:
 
 def _identity(inputs: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same: everything but measurements of the machine and versions, which may drift."""
-    return {name: inputs.get(name) for name in ("source", "source_hash", "target_id", "target_hash", "devices", "workload", "options")}
+    return {
+        name: inputs.get(name)
+        for name in ("source", "source_hash", "target_id", "target_hash", "devices", "workload", "options")
+    }
 
 
 def _json(data: Any) -> str:

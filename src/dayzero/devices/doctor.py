@@ -252,7 +252,8 @@ def doctor_table(report: DoctorReport) -> "Table":
     from rich.table import Table
     from rich.text import Text
 
-    title = f"{report.system}, Python {report.python}, {report.instruction_set}, {report.processors} processors, device {report.device}"
+    machine = f"{report.system}, Python {report.python}, {report.instruction_set}, {report.processors} processors"
+    title = f"{machine}, device {report.device}"
     table = Table("what", "status", "found", "wanted", "what to do", title=title, title_justify="left")
     for finding in report.findings:
         style = "red" if finding.status in BAD else "yellow" if finding.status == "warning" else ""

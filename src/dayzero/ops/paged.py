@@ -30,6 +30,10 @@ class Visibility:
 class PagedState(Protocol):
     """One engine's pools and the step in progress. Not thread-safe."""
 
+    def set_max_rows(self, max_rows: int) -> None:
+        """The most rows that will ever decode together: picks kernels for the engine's whole life."""
+        ...
+
     def set_pool(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, visibility: Visibility) -> None: ...
 
     def site(self, layer: int) -> torch.Tensor:
@@ -61,6 +65,9 @@ class CompiledState:
 
     def __init__(self) -> None:
         self.handle: int = torch.ops.dayzero.create_state()
+
+    def set_max_rows(self, max_rows: int) -> None:
+        torch.ops.dayzero.set_max_rows(self.handle, max_rows)
 
     def set_pool(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, visibility: Visibility) -> None:
         block_tokens = k_pool.shape[1]
@@ -102,6 +109,9 @@ class TorchState:
 
     def __init__(self) -> None:
         self._pools: dict[int, tuple[torch.Tensor, torch.Tensor, Visibility]] = {}
+
+    def set_max_rows(self, max_rows: int) -> None:
+        """Nothing to choose: the library has one kernel."""
 
     def set_pool(self, layer: int, k_pool: torch.Tensor, v_pool: torch.Tensor, visibility: Visibility) -> None:
         self._pools[layer] = (k_pool, v_pool, visibility)

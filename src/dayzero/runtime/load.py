@@ -210,7 +210,7 @@ def candidates(spec: EngineSpec, make_state: Callable[[], PagedState]) -> list[t
 
     def paged(model: LoadedModel, is_tiny: bool) -> Runner:
         blocks, block_tokens = (64, BLOCK_TOKENS) if is_tiny else (num_blocks(spec), spec.block_tokens)
-        return PagedRunner(model, make_state(), num_blocks=blocks, block_tokens=block_tokens)
+        return PagedRunner(model, make_state(), num_blocks=blocks, block_tokens=block_tokens, max_sequences=spec.max_sequences)
 
     every: list[tuple[str, Maker]] = [
         ("T2", paged),

@@ -9,6 +9,7 @@ the module stays and the reason is kept. Needs a C++ compiler; without one nothi
 """
 
 import hashlib
+import operator
 import os
 import platform
 import tempfile
@@ -244,6 +245,7 @@ def _build(
     exported = torch.export.export(
         module, (*inputs, *_weights(layer)), dynamic_shapes=((*dims, *({} for _ in names)),), strict=False
     )
+    share_regions(exported.graph_module)
     key = hashlib.sha256(
         "\n".join([exported.graph_module.code, str(exported.graph_signature), torch.__version__, _machine()]).encode()
     ).hexdigest()[:32]
@@ -255,6 +257,31 @@ def _build(
             os.replace(made, path)
     package = torch._inductor.aoti_load_package(str(path))
     return package.loader.boxed_run
+
+
+def share_regions(module: Any) -> None:
+    """Make linears of one input one operator: q, k and v, gate and up. Each parallel region costs as much as reading a small
+    weight, and the results are the same bits."""
+    single, several = torch.ops.dayzero.linear_at.default, torch.ops.dayzero.linears_at.default
+    groups: dict[Any, list[Any]] = {}
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target is single:
+            groups.setdefault(node.args[0], []).append(node)
+    for x, nodes in groups.items():
+        dtypes = {node.args[1].meta["val"].dtype for node in nodes}
+        if len(nodes) < 2 or len(dtypes) > 1:
+            continue
+        with module.graph.inserting_before(nodes[0]):  # weights are inputs of the graph: they are there from the start
+            weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes]
+            joined = module.graph.call_function(several, (x, weights, biases, nodes[0].args[3]))
+            joined.meta["val"] = [node.meta["val"] for node in nodes]
+            for index, node in enumerate(nodes):
+                part = module.graph.call_function(operator.getitem, (joined, index))
+                part.meta["val"] = node.meta["val"]
+                node.replace_all_uses_with(part)
+                module.graph.erase_node(node)
+    module.graph.lint()
+    module.recompile()
 
 
 class _LayerFunction(nn.Module):

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dayzero.core.step import StepBatch
 from dayzero.ops.paged import PagedState, Visibility
+from dayzero.runtime.host_memory import empty_pools
 from dayzero.runtime.native import accepts, find_cache, names_argument
 from dayzero.runtime.runner import Launched, LoadedModel
 
@@ -205,7 +206,9 @@ class PagedRunner:
     whole_prompts = False
     prefix_reuse = True
 
-    def __init__(self, model: LoadedModel, state: PagedState, *, num_blocks: int, block_tokens: int) -> None:
+    def __init__(
+        self, model: LoadedModel, state: PagedState, *, num_blocks: int, block_tokens: int, max_sequences: int
+    ) -> None:
         self.model, self.state = model, state
         self._replaced: list[tuple[nn.Module, str, nn.Linear]] = []
         self._attention_modules: list[nn.Module] = []
@@ -220,6 +223,7 @@ class PagedRunner:
         self.cache = PassThroughCache(sliding)
         try:
             self.calls = self._learn()
+            state.set_max_rows(max_sequences)
             self._attach(num_blocks, block_tokens)
         except BaseException:
             self.close()
@@ -268,11 +272,14 @@ class PagedRunner:
 
     def _attach(self, num_blocks: int, block_tokens: int) -> None:
         self.block_tokens, device, dtype = block_tokens, self.model.device, self.model.dtype
-        for call in self.calls:
-            shape = (num_blocks, block_tokens, call.num_kv_heads)
-            k_pool = torch.zeros(*shape, call.key_dim, device=device, dtype=dtype)
-            v_pool = torch.zeros(*shape, call.value_dim, device=device, dtype=dtype)
-            self.pools += [k_pool, v_pool]
+        shapes: list[tuple[int, ...]] = [
+            (num_blocks, block_tokens, call.num_kv_heads, width)
+            for call in self.calls
+            for width in (call.key_dim, call.value_dim)
+        ]
+        self.pools = empty_pools(shapes, dtype, device)
+        for index, call in enumerate(self.calls):
+            k_pool, v_pool = self.pools[2 * index], self.pools[2 * index + 1]
             self.state.set_pool(call.layer, k_pool, v_pool, call.visibility)
             call.module.dayzero_state = self.state  # type: ignore[assignment]
             call.module.register_buffer("dayzero_site", self.state.site(call.layer), persistent=False)

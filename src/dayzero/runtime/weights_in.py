@@ -17,6 +17,7 @@ from dayzero.core.artifact import ArtifactLayout
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import read_record
 from dayzero.model.classes import build_model, find_layers, text_config
+from dayzero.runtime.host_memory import move_parameters
 from dayzero.runtime.runner import LoadedModel
 
 
@@ -68,6 +69,7 @@ def load_module(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Lo
     with no_init_weights():
         module = build_model(config, dtype)
     _keep_wide(module, dtype)
+    move_parameters(module)
     _fill(module, folder, [file.file for file in layout.files[0]])
     module.requires_grad_(False)
     module = module.to(device)

@@ -4,8 +4,8 @@ In: the C++ sources beside this file, a compiler, a cache folder. Out: a `Kernel
 `torch.ops.dayzero` exist, which instruction set they use, or why there are none. It does not choose kernels for an
 operator site and reads no environment variable: callers pass what they want to override.
 
-The library is cached under a key of sources, flags, compiler and torch version (this file is among the sources). It is written beside its place and renamed,
-under a file lock, so that two processes compile once and neither sees half a file.
+The library is cached under a key of sources (this file among them), flags, compiler and torch version. It is written
+beside its place and renamed, under a file lock, so that two processes compile once and neither sees half a file.
 """
 
 import contextlib
@@ -74,7 +74,12 @@ def load(isa: str | None = None, *, cache_folder: Path | None = None, compiler: 
         if isa is not None:
             usable = torch.ops.dayzero.available_isas()
             if isa not in usable:
-                return replace(_loaded, available=False, isa="", reason=f"instruction set {isa!r} is not usable here; usable: {', '.join(usable)}")
+                return replace(
+                    _loaded,
+                    available=False,
+                    isa="",
+                    reason=f"instruction set {isa!r} is not usable here; usable: {', '.join(usable)}",
+                )
             torch.ops.dayzero.set_isa(isa)
         return replace(_loaded, isa=torch.ops.dayzero.isa())
 
@@ -84,19 +89,20 @@ def _register_fakes() -> None:
 
     @torch.library.register_fake("dayzero::linear")
     @torch.library.register_fake("dayzero::linear_at")
-    def _(x, weight, bias, place):
+    def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, place: object) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], weight.shape[0])
 
-    @torch.library.register_fake("dayzero::paged_attention")
-    def _(q, k, v, sinks, handle, layer, scale, softcap):
-        return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+    @torch.library.register_fake("dayzero::linears_at")
+    def _linears(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], site: torch.Tensor) -> object:
+        return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
 
+    @torch.library.register_fake("dayzero::paged_attention")
     @torch.library.register_fake("dayzero::paged_attention_at")
-    def _(q, k, v, sinks, site, scale, softcap):
+    def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
 
     @torch.library.register_fake("dayzero::rms_norm")
-    def _(x, weight, eps, weight_offset):
+    def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float) -> torch.Tensor:
         return x.new_empty(x.shape)
 
 
@@ -146,7 +152,15 @@ def default_cache_folder() -> Path:
 
 def _key(compiler_version: str) -> str:
     digest = hashlib.sha256()
-    for part in (compiler_version, torch.__version__, str(torch._C._GLIBCXX_USE_CXX11_ABI), platform.machine(), repr(_COMMON_FLAGS), repr(_X86_FLAGS), _FOLDER.joinpath("build.py").read_text()):
+    for part in (
+        compiler_version,
+        torch.__version__,
+        str(torch._C._GLIBCXX_USE_CXX11_ABI),
+        platform.machine(),
+        repr(_COMMON_FLAGS),
+        repr(_X86_FLAGS),
+        _FOLDER.joinpath("build.py").read_text(),
+    ):
         digest.update(part.encode() + b"\0")
     for source in sorted([*_FOLDER.glob("*.cpp"), *_FOLDER.glob("*.h")]):
         digest.update(source.name.encode() + b"\0" + source.read_bytes())
@@ -168,11 +182,23 @@ def _compile(compiler: str, library: Path) -> str:
     """Write `library`; returns which instruction sets had to be left out, or "". Raises `_CompileError`."""
     isas = {"generic": "-ffp-contract=off"} | (_X86_FLAGS if platform.machine() in ("x86_64", "AMD64") else {})
     with tempfile.TemporaryDirectory(dir=library.parent) as work:
-        commands = {name: [compiler, *_COMMON_FLAGS, *_torch_flags(), "-c", str(_FOLDER / name), "-o", f"{work}/{name}.o"] for name in _OPERATOR_SOURCES}
+        commands = {
+            name: [compiler, *_COMMON_FLAGS, *_torch_flags(), "-c", str(_FOLDER / name), "-o", f"{work}/{name}.o"]
+            for name in _OPERATOR_SOURCES
+        }
         for name, flags in isas.items():
-            commands[name] = [compiler, *_COMMON_FLAGS, *flags.split(), f"-DDAYZERO_ISA={name}", "-c", str(_FOLDER / "isa.cpp"), "-o", f"{work}/{name}.o"]
+            commands[name] = [
+                compiler,
+                *_COMMON_FLAGS,
+                *flags.split(),
+                f"-DDAYZERO_ISA={name}",
+                "-c",
+                str(_FOLDER / "isa.cpp"),
+                "-o",
+                f"{work}/{name}.o",
+            ]
         with ThreadPoolExecutor(max(1, min(len(commands), os.cpu_count() or 1))) as pool:
-            failures = {name: error for name, error in zip(commands, pool.map(_run, commands.values())) if error}
+            failures = {name: error for name, error in zip(commands, pool.map(_run, commands.values()), strict=True) if error}
         for name in (*_OPERATOR_SOURCES, "generic"):
             if name in failures:
                 raise _CompileError(f"compiling {name} failed: {failures[name]}")

@@ -17,17 +17,38 @@ constexpr int64_t kWidenedTileBytes = 4 << 20;
 
 at::Tensor dense_rows(const at::Tensor& t) { return t.stride(-1) == 1 || t.size(-1) <= 1 ? t : t.contiguous(); }
 
-void linear_by_row(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, at::Tensor out) {
-  const KernelTable& table = kernels();
-  LinearCall call{x.const_data_ptr(), x.stride(0), kernel_type(x.scalar_type()), weight.const_data_ptr(), weight.stride(0), kernel_type(weight.scalar_type()),
-                  bias ? bias->const_data_ptr() : nullptr, bias ? kernel_type(bias->scalar_type()) : DType::f32,
-                  out.data_ptr(), out.stride(0), x.size(0), weight.size(0), x.size(1)};
-  size_t pack_bytes = table.linear_pack_bytes(call);
-  void* packed = pack_bytes ? scratch(kScratchPack, pack_bytes) : nullptr;
-  if (packed) table.linear_pack(call, packed);
-  int64_t units = (call.N + kColumnUnit - 1) / kColumnUnit, unit_bytes = kColumnUnit * std::max<int64_t>(call.K, 1) * weight.element_size();
-  at::parallel_for(0, units, std::max<int64_t>(1, kGrainBytes / unit_bytes), [&](int64_t begin, int64_t end) {
-    table.linear_columns(call, packed, begin * kColumnUnit, std::min(end * kColumnUnit, call.N));
+struct Weights { at::Tensor weight; std::optional<at::Tensor> bias; };
+
+// Several weights over the same rows as one parallel region: a region costs as much as reading a small weight.
+void linear_by_row(const KernelTable& table, const at::Tensor& x, const std::vector<Weights>& all, std::vector<at::Tensor>& out) {
+  struct Part { LinearCall call; void* packed; int64_t first_unit; };
+  std::vector<Part> parts;
+  int64_t units = 0, widest = 1;
+  for (size_t i = 0; i < all.size(); i++) {
+    const at::Tensor& weight = all[i].weight;
+    const auto& bias = all[i].bias;
+    LinearCall call{x.const_data_ptr(), x.stride(0), kernel_type(x.scalar_type()), weight.const_data_ptr(), weight.stride(0), kernel_type(weight.scalar_type()),
+                    bias ? bias->const_data_ptr() : nullptr, bias ? kernel_type(bias->scalar_type()) : DType::f32,
+                    out[i].data_ptr(), out[i].stride(0), x.size(0), weight.size(0), x.size(1)};
+    // Rows are packed for a type of weight, not for a weight: parts of one type share the packing.
+    void* packed = nullptr;
+    if (i > 0 && call.w_type == parts[0].call.w_type) packed = parts[0].packed;
+    else if (size_t pack_bytes = table.linear_pack_bytes(call)) {
+      TORCH_CHECK(i == 0, "dayzero::linears_at: weights must be of one dtype");
+      packed = scratch(kScratchPack, pack_bytes);
+      table.linear_pack(call, packed);
+    }
+    parts.push_back({call, packed, units});
+    units += (call.N + kColumnUnit - 1) / kColumnUnit;
+    widest = std::max<int64_t>(widest, kColumnUnit * call.K * weight.element_size());
+  }
+  at::parallel_for(0, units, std::max<int64_t>(1, kGrainBytes / widest), [&](int64_t begin, int64_t end) {
+    for (size_t i = 0; i < parts.size(); i++) {
+      const Part& part = parts[i];
+      int64_t part_units = (part.call.N + kColumnUnit - 1) / kColumnUnit;
+      int64_t first = std::max<int64_t>(begin - part.first_unit, 0), last = std::min(end - part.first_unit, part_units);
+      if (first < last) table.linear_columns(part.call, part.packed, first * kColumnUnit, std::min(last * kColumnUnit, part.call.N));
+    }
   });
 }
 
@@ -53,22 +74,33 @@ at::Tensor linear_chunk(const at::Tensor& x, const at::Tensor& weight, const std
   return at::linear(aligned ? x : x.clone(at::MemoryFormat::Contiguous), weight, bias);
 }
 
-at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_in, const std::optional<at::Tensor>& bias_in, int64_t handle) {
+std::vector<at::Tensor> linears(const at::Tensor& x, std::vector<Weights> all, int64_t handle) {
   at::AutoDispatchBelowAutograd below_autograd;
-  TORCH_CHECK(x.dim() >= 1 && weight_in.dim() == 2 && x.size(-1) == weight_in.size(1), "dayzero::linear: x ", x.sizes(), " does not fit weight ", weight_in.sizes());
-  TORCH_CHECK(!bias_in || (bias_in->dim() == 1 && bias_in->size(0) == weight_in.size(0)), "dayzero::linear: bias must be [", weight_in.size(0), "]");
-  auto shape = x.sizes().vec();
-  shape.back() = weight_in.size(0);
+  std::vector<std::vector<int64_t>> shapes;
+  bool ours = is_kernel_type(x.scalar_type());
+  for (auto& [weight, bias] : all) {
+    TORCH_CHECK(x.dim() >= 1 && weight.dim() == 2 && x.size(-1) == weight.size(1), "dayzero::linear: x ", x.sizes(), " does not fit weight ", weight.sizes());
+    TORCH_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "dayzero::linear: bias must be [", weight.size(0), "]");
+    shapes.push_back(x.sizes().vec());
+    shapes.back().back() = weight.size(0);
+    ours = ours && is_kernel_type(weight.scalar_type()) && weight.scalar_type() == all[0].weight.scalar_type();
+    if (bias) bias = bias->contiguous();
+  }
   auto x_rows = x.dim() == 2 ? x : x.reshape({-1, x.size(-1)});
-  if (x_rows.size(0) == 0 || weight_in.size(0) == 0) return at::empty(shape, x.options());
-  if (!is_kernel_type(x.scalar_type()) || !is_kernel_type(weight_in.scalar_type())) {   // float64 references: a call per row
-    auto out = at::empty({x_rows.size(0), weight_in.size(0)}, x.options());
-    for (int64_t i = 0; i < x_rows.size(0); i++) out.narrow(0, i, 1).copy_(at::linear(x_rows.narrow(0, i, 1), weight_in, bias_in));
-    return out.view(shape);
+  std::vector<at::Tensor> out;
+  for (auto& [weight, bias] : all) out.push_back(at::empty({x_rows.size(0), weight.size(0)}, x.options()));
+  auto finished = [&] {
+    for (size_t i = 0; i < all.size(); i++) out[i] = out[i].view(shapes[i]);
+    return out;
+  };
+  if (x_rows.size(0) == 0) return finished();
+  if (!ours) {                                                       // float64 references, mixed weights: a call per row
+    for (size_t i = 0; i < all.size(); i++)
+      for (int64_t r = 0; r < x_rows.size(0); r++) out[i].narrow(0, r, 1).copy_(at::linear(x_rows.narrow(0, r, 1), all[i].weight, all[i].bias));
+    return finished();
   }
   x_rows = dense_rows(x_rows);
-  auto weight = dense_rows(weight_in);
-  auto bias = bias_in ? std::optional<at::Tensor>(bias_in->contiguous()) : std::nullopt;
+  for (auto& [weight, bias] : all) weight = dense_rows(weight);
   int64_t num_rows = x_rows.size(0), few = kFewRows;
   std::shared_ptr<StepState> state = handle >= 0 ? states().at(handle) : nullptr;
   std::vector<Segment> whole;
@@ -78,15 +110,32 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight_in, const std::o
     if (state) few = std::max(few, state->step.num_sequences);       // one logits row per sequence
     whole.push_back({0, num_rows, num_rows <= few});
   }
-  if (segments->size() == 1 && !segments->front().by_row) return linear_chunk(x_rows, weight, bias).view(shape);
-  auto out = at::empty({num_rows, weight.size(0)}, x.options());
+  if (segments->size() == 1 && !segments->front().by_row) {
+    for (size_t i = 0; i < all.size(); i++) out[i] = linear_chunk(x_rows, all[i].weight, all[i].bias);
+    return finished();
+  }
   for (const Segment& segment : *segments) {
     auto rows = x_rows.narrow(0, segment.begin, segment.end - segment.begin);
-    auto target = out.narrow(0, segment.begin, segment.end - segment.begin);
-    if (segment.by_row) linear_by_row(rows, weight, bias, target);
-    else target.copy_(linear_chunk(rows, weight, bias));
+    std::vector<at::Tensor> targets;
+    for (auto& one : out) targets.push_back(one.narrow(0, segment.begin, segment.end - segment.begin));
+    if (segment.by_row) linear_by_row(row_kernels(state.get()), rows, all, targets);
+    else for (size_t i = 0; i < all.size(); i++) targets[i].copy_(linear_chunk(rows, all[i].weight, all[i].bias));
   }
-  return out.view(shape);
+  return finished();
+}
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight, const std::optional<at::Tensor>& bias, int64_t handle) {
+  return linears(x, {{weight, bias}}, handle)[0];
+}
+
+std::vector<at::Tensor> linears_at(const at::Tensor& x, at::TensorList weights, const c10::List<std::optional<at::Tensor>>& biases, const at::Tensor& site) {
+  TORCH_CHECK(weights.size() == biases.size(), "dayzero::linears_at: ", weights.size(), " weights and ", biases.size(), " biases");
+  std::vector<Weights> all;
+  for (size_t i = 0; i < weights.size(); i++) {
+    std::optional<at::Tensor> bias = biases.get(i);
+    all.push_back({weights[i], bias && bias->defined() ? bias : std::nullopt});
+  }
+  return linears(x, std::move(all), site.const_data_ptr<int64_t>()[0]);
 }
 
 // As `linear`, with the handle in a tensor: a compiled graph takes it as an input and so serves any engine.
@@ -123,5 +172,6 @@ at::Tensor rms_norm(const at::Tensor& x, const std::optional<at::Tensor>& weight
 TORCH_LIBRARY_IMPL(dayzero, CPU, m) {
   m.impl("linear", dayzero::linear);
   m.impl("linear_at", dayzero::linear_at);
+  m.impl("linears_at", dayzero::linears_at);
   m.impl("rms_norm", dayzero::rms_norm);
 }

@@ -86,6 +86,7 @@ void set_isa(std::string name) {
 
 int64_t create_state() { return states().create(); }
 void destroy_state(int64_t handle) { states().destroy(handle); }
+void set_max_rows(int64_t handle, int64_t max_rows) { states().at(handle)->max_rows = max_rows; }
 
 void set_pool(int64_t handle, int64_t layer, const at::Tensor& k, const at::Tensor& v, int64_t block_size, int64_t window, int64_t chunk) {
   TORCH_CHECK(k.dim() == 4 && v.dim() == 4 && k.scalar_type() == v.scalar_type(), "dayzero: pools must be [num_blocks, block_size, Hkv, D] of one dtype");
@@ -128,6 +129,13 @@ void begin_step(int64_t handle, const at::Tensor& query_offsets, const at::Tenso
 
 const KernelTable& kernels() { return *in_use(); }
 
+const KernelTable& row_kernels(const StepState* state) {
+  const KernelTable* table = in_use();
+  if (!state || state->max_rows > kFewRowsEngine || std::string(table->isa) != "amx_bf16") return *table;
+  for (auto other : tables()) if (std::string(other->isa) == "avx512_bf16") return *other;
+  return *table;
+}
+
 }  // namespace dayzero
 
 // A fragment: Python code may define further operators of the namespace.
@@ -138,11 +146,13 @@ TORCH_LIBRARY_FRAGMENT(dayzero, m) {
   m.def("set_isa(str name) -> ()", set_isa);
   m.def("create_state() -> int", create_state);
   m.def("destroy_state(int handle) -> ()", destroy_state);
+  m.def("set_max_rows(int handle, int max_rows) -> ()", set_max_rows);
   m.def("set_pool(int handle, int layer, Tensor k_pool, Tensor v_pool, int block_size, int window, int chunk) -> ()", set_pool);
   m.def("begin_step(int handle, Tensor query_offsets, Tensor context_lens, Tensor block_tables, int num_decode) -> ()", begin_step);
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, int handle) -> Tensor");
   m.def("paged_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, int handle, int layer, float scale, float softcap) -> Tensor");
   m.def("linear_at(Tensor x, Tensor weight, Tensor? bias, Tensor site) -> Tensor");
+  m.def("linears_at(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor site) -> Tensor[]");
   m.def("paged_attention_at(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor site, float scale, float softcap) -> Tensor");
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset) -> Tensor");
 }

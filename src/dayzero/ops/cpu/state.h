@@ -38,7 +38,10 @@ struct Step {
   int64_t first_position(int64_t s) const { return context[s] - length(s); }
 };
 
-struct StepState { std::map<int64_t, Pool> pools; Step step; };
+constexpr int64_t kManyRows = 1 << 30, kFewRowsEngine = 8;
+
+// `max_rows`: the most rows that ever decode together, which picks the row kernels once for the engine's whole life.
+struct StepState { std::map<int64_t, Pool> pools; Step step; int64_t max_rows = kManyRows; };
 
 // First key visible to the query at `position`; the last is `position` itself.
 inline int64_t first_visible(const Pool& pool, int64_t position) {
@@ -73,6 +76,9 @@ class States {
 
 States& states();
 const KernelTable& kernels();            // the instruction set in use
+// The same, but vector kernels instead of tiles for an engine of few rows: tiles are made for 16, vectors stream weights
+// faster below about 8. One engine always uses the same, so that a row's bits do not depend on its company.
+const KernelTable& row_kernels(const StepState* state);
 bool is_kernel_type(at::ScalarType type);
 DType kernel_type(at::ScalarType type);
 
