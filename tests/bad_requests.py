@@ -43,6 +43,7 @@ BAD_FIELDS: list[tuple[str, Any, str]] = [
     ("include_stop_str_in_output", "yes", "include_stop_str_in_output"),
     ("stream_options", {"include_usage": True}, "stream_options"),
     ("stream_options", 7, "stream_options"),
+    ("stream_options", {}, "stream_options"),
     ("user", 7, "user"),
     ("model", None, "model"),
     ("model", 7, "model"),

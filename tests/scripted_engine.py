@@ -149,5 +149,5 @@ def make_info(*, context_tokens: int = 4096, capacity_tokens: int = 1 << 20, max
         model="scripted", tier="T2", tier_reasons=("it is scripted",), device="cpu", dtype="float32", instruction_set="none",
         vocab_size=VOCAB_SIZE, context_tokens=context_tokens, capacity_tokens=capacity_tokens, block_tokens=BLOCK_TOKENS,
         num_blocks=1 << 18, max_sequences=max_sequences, prefix_reuse=True, stop_token_ids=(EOS_ID,),
-        towers_not_served=("vision",),
+        towers_not_served=("vision",), batch_invariant=True, fallbacks=("it is scripted",),
     )  # fmt: skip

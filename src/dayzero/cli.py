@@ -6,6 +6,7 @@ Exit status: 0 done and every required verdict passes, 1 done but one fails or i
 
 import json
 import signal
+import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -19,7 +20,8 @@ from dayzero.core.records import record_json, to_dict
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__.split("\n")[0] if __doc__ else ""
 )
-out, err = Console(), endings.err
+# Into a pipe a table is as wide as it needs, not as narrow as a terminal of the sixties.
+out, err = Console(width=None if sys.stdout.isatty() else 160), endings.err
 
 PathArgument = Annotated[Path, typer.Argument(help="a release folder or a config.json")]
 RunArgument = Annotated[Path, typer.Argument(help="a run folder, as written by `adapt`")]
@@ -139,7 +141,7 @@ def convert(
 def map_operators(
     path: Annotated[Path, typer.Argument(help="a release folder, a config.json or a run folder")],
     device: DeviceOption = None,
-    context: Annotated[int, typer.Option(help="context tokens at which shares are computed")] = 2048,
+    context: Annotated[int | None, typer.Option(help="context tokens at which shares are computed; 2048")] = None,
     as_json: JsonOption = False,
 ) -> int:
     """Every operator site of a model, what runs there on a device, and the evidence for it."""
@@ -149,13 +151,17 @@ def map_operators(
     if inputs.is_run(path):
         from dayzero import stages
 
-        store = RunStore.open(path)
-        result = stages.map_operators(store, _say)
+        if device is not None or context is not None:
+            raise DayZeroError("a run has its own device and context", got="--device or --context with a run folder",
+                               want="dayzero map RUN", fix="leave them out, or map the release folder")  # fmt: skip
+        result = stages.map_operators(RunStore.open(path), _say)
     else:
         from dayzero.devices.backend import open_backend
         from dayzero.model.operators import map_release
 
-        result = map_release(path, inputs.description(path, False), open_backend(device or "cpu"), context_tokens=context)
+        result = map_release(
+            path, inputs.description(path, False), open_backend(device or "cpu"), context_tokens=context or 2048
+        )
     _show(as_json, record_json(result), lambda: operators_table(result))
     return 0 if not result.missing else 1
 
@@ -251,7 +257,6 @@ def adapt(
     concurrency: int | None = None,
     memory_fraction: float | None = None,
     as_json: JsonOption = False,
-    trust_remote_code: TrustOption = False,
 ) -> int:
     """The whole pipeline: from a release folder to a served, validated model and an acceptance report."""
     from dayzero import pipeline
@@ -262,10 +267,16 @@ def adapt(
 
     options = inputs.given(
         plan=inputs.given(devices=devices, context=context, concurrency=concurrency, memory_fraction=memory_fraction) or None,
-        device=device, dtype=dtype, trust_remote_code=trust_remote_code or None,
+        device=device, dtype=dtype,
     )  # fmt: skip
     store = pipeline.open_run(
-        path, load_target(target), devices=devices, workload=inputs.workload(workload), runs=runs, options=options
+        path,
+        load_target(target),
+        devices=devices,
+        workload=inputs.workload(workload),
+        runs=runs,
+        options=options,
+        resume=resume,
     )
     _say(f"run folder: {store.folder}")
     try:

@@ -25,6 +25,8 @@ def run(app: typer.Typer) -> NoReturn:
     wants_json = "--json" in sys.argv
     try:
         status = app(standalone_mode=False)
+        if status == 130:  # typer turns an interruption into a status of its own
+            raise KeyboardInterrupt
         sys.exit(status if isinstance(status, int) else 0)
     except KeyboardInterrupt:
         _fail(

@@ -17,6 +17,7 @@ from typing import Any
 import dayzero
 from dayzero import stages
 from dayzero.core.errors import DayZeroError
+from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Plan
 from dayzero.core.records import to_dict
 from dayzero.core.runstore import STAGES, RunStore
@@ -25,6 +26,7 @@ from dayzero.core.target import Target, Workload
 Say = Callable[[str], None]
 
 OFFLINE = ("inspect", "plan", "convert", "map")
+RUN = {"inspect": stages.inspect, "plan": stages.plan, "convert": stages.convert, "map": stages.map_operators}
 SERVED = ("serve", "validate", "bench", "soak")
 
 
@@ -33,7 +35,7 @@ class Infeasible(Exception):
 
 
 def open_run(
-    path: Path, target: Target, *, devices: int | None, workload: Workload, runs: Path, options: dict[str, Any]
+    path: Path, target: Target, *, devices: int | None, workload: Workload, runs: Path, options: dict[str, Any], resume: bool
 ) -> RunStore:
     """The run of these inputs, new or continued. Raises DayZeroError when `path` is no release."""
     from dayzero.model.release import open_release
@@ -47,6 +49,7 @@ def open_run(
         "model": name,
         "source": str(path.resolve()),
         "source_hash": release.source_hash,
+        "source_state": source_state(path, sorted(release.shards)),
         "target_id": target.id,
         "target_hash": "measured" if measured else hashlib.sha256(content.encode()).hexdigest(),
         "target": to_dict(target),
@@ -55,7 +58,13 @@ def open_run(
         "options": options,
         "versions": versions(),
     }
-    return RunStore.create(runs, name, target.id, inputs)
+    return RunStore.create(runs, name, target.id, inputs, keep=resume)
+
+
+def source_state(folder: Path, shards: list[str]) -> str:
+    """Sizes and times of the shards: headers do not change when weights of the same shape are put in their place."""
+    found = [(name, status.st_size, status.st_mtime_ns) for name in shards for status in [(folder / name).stat()]]
+    return hashlib.sha256(json.dumps(found).encode()).hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -74,13 +83,12 @@ def run(store: RunStore, *, until: str, resume: bool, say: Say) -> None:
         raise DayZeroError("unknown stage", got=until, want=", ".join(STAGES), fix="give --until one of these")
     wanted = list(STAGES)[: list(STAGES).index(until) + 1]
     for stage in [stage for stage in OFFLINE if stage in wanted]:
-        if _kept(store, stage, resume, say):
-            continue
-        started = time.monotonic()
-        {"inspect": stages.inspect, "plan": stages.plan, "convert": stages.convert, "map": stages.map_operators}[stage](
-            store, _prefixed(say, stage)
-        )
-        say(f"{stage}: done in {time.monotonic() - started:.1f} s")
+        if not _kept(store, stage, resume, say):
+            started = time.monotonic()
+            RUN[stage](store, _prefixed(say, stage))
+            say(f"{stage}: done in {time.monotonic() - started:.1f} s")
+        if stage == "inspect":  # the gates hold for records that are kept, too
+            stages.require_servable(store.read("inspect", ModelDescription), until)
         if stage == "plan" and not store.read("plan", Plan).feasible:
             raise Infeasible
     _run_served(store, [stage for stage in SERVED if stage in wanted], resume, say)

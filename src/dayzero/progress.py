@@ -50,4 +50,4 @@ class _Lines:
         now = time.monotonic()
         if now - self._last_s >= LINE_EVERY_S:
             self._last_s = now
-            self._say(f"{what}: {format_bytes(done)}" + (f" of {format_bytes(total)}" if total else ""))
+            self._say(f"{what}: {format_bytes(done)} of {format_bytes(total)}" if total else what)

@@ -13,6 +13,7 @@ from dayzero.core.artifact import WeightsReport
 from dayzero.core.errors import DayZeroError
 from dayzero.core.generation import EngineInfo
 from dayzero.core.model import ModelDescription
+from dayzero.core.names import TOKENIZER_FILES
 from dayzero.core.operators import OperatorMap
 from dayzero.core.plan import Plan
 from dayzero.core.records import from_dict, to_dict
@@ -40,6 +41,18 @@ def require_sound(model: ModelDescription) -> None:
             want="config, index and shards that agree",
             fix="fetch the named files again, or correct the config",
             details={"problems": [to_dict(problem) for problem in model.problems]},
+        )
+
+
+def require_servable(model: ModelDescription, until: str) -> None:
+    """Raises DayZeroError when the model is unsound, or described from its keys alone while a later stage needs a class."""
+    require_sound(model)
+    if any(problem.kind == "no_class" for problem in model.problems) and until not in ("inspect", "plan"):
+        raise DayZeroError(
+            f"{model.name} can be described and planned, but not served",
+            got=f"model_type {model.model_type!r}, which this transformers has no class for",
+            want="a class in transformers",
+            fix="install a transformers that has it; running the release's own code is not supported yet. --until plan works",
         )
 
 
@@ -73,7 +86,6 @@ def inspect(store: RunStore, say: Say) -> ModelDescription:
 
     model = describe(source_of(store), trust_remote_code=bool(option_of(store, "trust_remote_code")))
     store.write("inspect", model)
-    require_sound(model)
     return model
 
 
@@ -135,13 +147,15 @@ def artifact_of(store: RunStore) -> Path:
 def engine_arguments(store: RunStore) -> dict[str, Any]:
     """What an engine process needs to load this run's artifact: the fields of a runtime EngineSpec."""
     model, made = store.read("inspect", ModelDescription), store.read("plan", Plan)
-    wanted_tokens = made.context_tokens * made.concurrency
+    limit = model.dimensions.max_position_tokens  # beyond it a model's positions do not exist
+    context = made.context_tokens if limit is None else min(made.context_tokens, limit)
+    wanted_tokens = context * made.concurrency
     return {
         "artifact": str(artifact_of(store)),
         "model": model.name,
         "device": device_of(store),
         "dtype": option_of(store, "dtype") or "auto",
-        "context_tokens": made.context_tokens,
+        "context_tokens": context,
         "max_sequences": made.concurrency,
         "pool_tokens": min(made.admissible_tokens, wanted_tokens),
         "block_tokens": made.block_tokens,
@@ -155,7 +169,7 @@ def server_spec(store: RunStore, **settings: Any) -> "ServerSpec":
     from dayzero.serve.spec import ServerSpec
 
     folder = artifact_of(store) / "release"
-    has_tokenizer = any((folder / name).exists() for name in ("tokenizer.json", "tokenizer.model", "vocab.json"))
+    has_tokenizer = any((folder / name).exists() for name in TOKENIZER_FILES)
     return ServerSpec(
         engine_factory="dayzero.runtime.load:create_engine",
         engine_arguments=engine_arguments(store),
@@ -193,7 +207,7 @@ def serve(store: RunStore, server: "ServerProcess", load_s: float) -> ServingRep
     """What came up: the engine's own facts, and whether it admits what the plan promised."""
     info = engine_info(server.url)
     made = store.read("plan", Plan)
-    promised = min(made.admissible_tokens, made.context_tokens * made.concurrency)
+    promised = min(made.admissible_tokens, info.context_tokens * made.concurrency)
     admitted = info.num_blocks * info.block_tokens
     checks = (
         Check(name="server_ready", verdict="pass", value=round(load_s, 2), limit=None, detail="seconds to the first health"),
@@ -212,13 +226,12 @@ def serve(store: RunStore, server: "ServerProcess", load_s: float) -> ServingRep
             detail="; ".join(info.tier_reasons),
         ),
     )
-    fallbacks = tuple(reason for reason in info.tier_reasons if "not used" in reason or "no compiled" in reason)
     report = ServingReport(
         verdict=overall(checks),
         engine=to_dict(info),
         checks=checks,
         load_s=load_s,
-        fallbacks=fallbacks,
+        fallbacks=info.fallbacks,
         inputs=store.input_hashes("serve"),
     )
     store.write("serve", report)

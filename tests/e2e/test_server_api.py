@@ -16,11 +16,12 @@ import httpx
 import openai
 import pytest
 
+from dayzero.core.records import to_dict
 from dayzero.serve.launch import ServerProcess
 from dayzero.serve.requests import derived_seed
 from tests.bad_requests import BAD_CHAT_FIELDS, BAD_COMPLETION_FIELDS, BAD_FIELDS
 from tests.made_tokenizers import make_byte_level_folder
-from tests.scripted_engine import FAIL_ALONE, FAIL_IN_ADD, VOCAB_SIZE
+from tests.scripted_engine import FAIL_ALONE, FAIL_IN_ADD, VOCAB_SIZE, make_info
 from tests.serving import MODEL, ask, complete, events, gauge, make_client, make_server, strict_json
 
 AWKWARD = "Ünï 👩‍👩‍👧 한국어 é  two"
@@ -80,7 +81,8 @@ def _logprob_entries(logprobs: dict[str, Any] | None) -> list[Any]:
 
 
 def test_the_official_client_works(server: ServerProcess) -> None:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    direct = httpx.Client(trust_env=False)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=direct) as client:
         (model,) = client.models.list().data
         assert model.id == MODEL and client.models.retrieve(MODEL).id == MODEL
         completion = client.completions.create(model=MODEL, prompt="alpha beta", max_tokens=50, logprobs=1)
@@ -109,6 +111,8 @@ def test_models_say_what_is_served(client: httpx.Client) -> None:
     (model,) = client.get("/v1/models").json()["data"]
     assert (model["tier"], model["prefix_reuse"], model["context_tokens"]) == ("T2", True, 4096)
     assert model["towers_not_served"] == ["vision"]
+    assert (model["batch_invariant"], model["fallbacks"]) == (True, ["it is scripted"])
+    assert model["engine"] == json.loads(json.dumps(to_dict(make_info())))
     assert client.get("/v1/models/nothing").status_code == 404
 
 
@@ -197,6 +201,38 @@ def test_echo_and_scoring_of_a_prompt(client: httpx.Client) -> None:
     assert len(scored["choices"][0]["logprobs"]["tokens"]) == scored["usage"]["prompt_tokens"]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompt_of_one_token_can_be_scored(client: httpx.Client, max_tokens: int, stream: bool) -> None:
+    """It has no logprob: there is nothing before it."""
+    for prompt in ("a", [70]):
+        response = complete(client, prompt, echo=True, logprobs=1, max_tokens=max_tokens, stream=stream)
+        logprobs = (gather if stream else gather_whole)(response)[0]["logprobs"]
+        assert [entry[1] for entry in logprobs] == [None, *([-0.25] * min(max_tokens, 2))]
+
+
+def test_the_prompt_is_tokenised_as_by_the_release(server: ServerProcess, client: httpx.Client) -> None:
+    """`prompt_token_ids` is what AutoTokenizer and its chat template give, in both endpoints, whole and streamed."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(server.spec.tokenizer_folder)
+    messages = [{"role": "system", "content": "short"}, {"role": "user", "content": AWKWARD}]
+    templated = list(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
+    for stream in (False, True):
+        answers = [
+            complete(client, AWKWARD, n=2, max_tokens=2, return_token_ids=True, stream=stream),
+            ask(client, messages, n=2, max_tokens=2, return_token_ids=True, stream=stream),
+        ]
+        parts = [events(answer)[:-1] if stream else [answer.json()] for answer in answers]
+        for chunks, want in zip(parts, (tokenizer(AWKWARD)["input_ids"], templated), strict=True):
+            by_choice = [(choice["index"], choice["prompt_token_ids"]) for chunk in chunks for choice in chunk["choices"]
+                         if "prompt_token_ids" in choice]  # fmt: skip
+            assert sorted(by_choice) == [(0, want), (1, want)]
+        assert parts[1][0]["prompt_token_ids"] == templated
+    for response in (complete(client, "abc", max_tokens=1), ask(client, "abc", max_tokens=1)):
+        assert "token_ids" not in response.text
+
+
 def test_logprobs_are_json_and_hold_the_chosen_token(client: httpx.Client) -> None:
     """SV-05: the scripted alternatives are impossible (-inf) every other time."""
     choice = strict_json(complete(client, "ab😀", logprobs=4).text)["choices"][0]
@@ -269,6 +305,9 @@ def test_unknown_paths_methods_and_fields(client: httpx.Client) -> None:
     response = complete(client, "abc", frobnicate=1, **{"x\r\ny: z": 1})
     assert response.status_code == 200 and response.headers["x-dayzero-warning"] == "ignored fields: frobnicate, x??y: z"
     assert "x-dayzero-warning" not in complete(client, "abc", user="me").headers
+    response = ask(client, "abc", stream=True, stream_options={"include_usage": True, "later": 1})
+    assert response.headers["x-dayzero-warning"] == "ignored fields: stream_options.later"
+    assert events(response)[-2]["usage"]["prompt_tokens"] > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -66,7 +66,7 @@ def test_two_hundred_clients_are_served_or_refused(server: ServerProcess, client
 
     async def all_of_them() -> list[tuple[int, bool]]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, timeout=60.0, limits=limits) as session:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60.0, limits=limits, trust_env=False) as session:
             return await asyncio.gather(*(one(session, number) for number in range(200)))
 
     answers = asyncio.run(all_of_them())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -19,8 +20,11 @@ import psutil
 import pytest
 
 from dayzero.core.errors import DayZeroError
+from dayzero.serve.engine_link import EngineLink
 from dayzero.serve.launch import ServerProcess
 from dayzero.serve.server import bind
+from dayzero.serve.spec import ServerSpec
+from tests.made_tokenizers import make_byte_level_folder
 from tests.scripted_engine import CRASH, ENDLESS, HANG
 from tests.serving import MODEL, ROOT, ask, complete, events, health, make_client, make_server, wait_until
 
@@ -150,6 +154,72 @@ def test_after_the_grace_time_requests_are_cut_off(tmp_path: Path) -> None:
             assert_cut_off(response, stream)
             assert "shutting down" in response.text
         assert server.wait(10.0) == 130
+
+
+def make_link(monkeypatch: pytest.MonkeyPatch, **engine: Any) -> EngineLink:
+    """To be called in the loop."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), str(ROOT / "src")]))
+    spec = ServerSpec(engine_factory="tests.scripted_engine:make_engine", engine_arguments=engine, served_model_name=MODEL)
+    return EngineLink(spec)
+
+
+def test_a_close_while_the_engine_process_is_being_started_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The moment in which there is a process and nobody knows it yet. An engine that loads for a minute is not waited for."""
+
+    async def run() -> int:
+        link = make_link(monkeypatch, load_s=60.0)
+        started, go_on = asyncio.Event(), asyncio.Event()
+        start_really, pids = asyncio.create_subprocess_exec, []
+
+        async def start(*command: Any, **options: Any) -> asyncio.subprocess.Process:
+            process = await start_really(*command, **options)
+            pids.append(process.pid)
+            started.set()
+            await go_on.wait()
+            return process
+
+        monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+        running = asyncio.create_task(link.run())
+        await started.wait()
+        await link.close()
+        go_on.set()
+        await asyncio.wait_for(running, 5.0)
+        assert link.state == "closed" and link.pid is None
+        (pid,) = pids
+        return pid
+
+    assert_gone(asyncio.run(run()))
+
+
+def test_a_close_between_two_engines_does_not_wait_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dayzero.serve.engine_link.FIRST_DELAY_S", 30.0)
+
+    async def run() -> None:
+        link = make_link(monkeypatch)
+        running = asyncio.create_task(link.run())
+        await asyncio.wait_for(link.wait_ready(), 30.0)
+        assert link.pid is not None
+        os.kill(link.pid, signal.SIGKILL)
+        async with asyncio.timeout(10.0):
+            while not link.restarts:
+                await asyncio.sleep(0.02)
+        await link.close()
+        await asyncio.wait_for(running, 5.0)
+
+    asyncio.run(run())
+
+
+def test_the_users_folder_is_not_imported_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A working folder with a queue.py of the user's own: neither the server nor the engine nor the templates' process runs it."""
+    folder = tmp_path / "users"
+    folder.mkdir()
+    for name in ("queue", "html", "json", "random", "dayzero", "transformers", "httpx"):
+        (folder / f"{name}.py").write_text("open('was_run', 'w').close(); raise RuntimeError('this is not the module')")
+    monkeypatch.chdir(folder)
+    tokenizer = make_byte_level_folder(tmp_path / "tokenizer")
+    with make_server(tmp_path, tokenizer=tokenizer) as server, make_client(server) as client:
+        assert ask(client, "hello").json()["choices"][0]["message"]["content"] == "user:helloassistant:"
+    assert not (folder / "was_run").exists()
 
 
 def test_a_killed_front_leaves_no_engine(tmp_path: Path) -> None:

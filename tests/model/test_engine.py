@@ -117,6 +117,26 @@ def test_a_seeded_request_is_the_same_alone_and_among_others(model_type, tiny_ch
     engine.close()
 
 
+def test_a_reused_prefix_changes_no_bit_in_a_dtype_that_rounds(tiny_checkpoint, folder):
+    """Prompts of one piece and of many, sent again and extended by what was answered: the same tokens and logprobs, to the
+    last bit, as on an empty cache; and something is reused."""
+    engine = make_engine(tiny_checkpoint("llama"), folder, dtype="bfloat16")
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=7, ignore_eos=True, top_logprobs=2)
+    for length in (6, 15, 17, 33, 70):
+        prompt = make_prompts([length], seed=length)[0]
+        engine.reset_prefix_cache()
+        cold = run_requests(engine, {f"{length}-cold": (prompt, params)})[f"{length}-cold"]
+        longer = [*prompt, *tokens_of(cold), 9, 8, 7]
+        warm = run_requests(engine, {f"{length}-warm": (prompt, params)})[f"{length}-warm"]
+        assert [(o.token_id, o.logprob) for o in warm] == [(o.token_id, o.logprob) for o in cold]
+        warm_longer = run_requests(engine, {f"{length}-l": (longer, params)})[f"{length}-l"]
+        assert warm[0].cached_tokens > 0 and warm_longer[0].cached_tokens % 4 == 0
+        engine.reset_prefix_cache()
+        cold_longer = run_requests(engine, {f"{length}-k": (longer, params)})[f"{length}-k"]
+        assert [(o.token_id, o.logprob) for o in warm_longer] == [(o.token_id, o.logprob) for o in cold_longer]
+    engine.close()
+
+
 def test_a_cancelled_request_frees_what_it_holds_at_any_stage(tiny_checkpoint, folder):
     engine = make_engine(tiny_checkpoint("llama", dtype="float32"), folder, max_sequences=2)
     prompts = make_prompts([40, 40, 40])
@@ -202,6 +222,7 @@ def test_a_poisoned_row_fails_its_own_request_only(tiny_checkpoint, folder):
     got = run_requests(engine, {"good": (good, greedy(6)), "bad": (bad, greedy(6))})
     assert tokens_of(got["good"]) == want
     assert got["bad"][-1].finish_reason == "error" and "NaN" in got["bad"][-1].error
+    assert engine.scheduler.pool.match([*bad, 5]) == []  # nobody is given what the poisoned request left
     assert engine.stats().blocks_referenced == 0
     engine.close()
 

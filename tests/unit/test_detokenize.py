@@ -12,7 +12,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from dayzero.serve.detokenize import REPLACEMENT, Detokenizer
+from dayzero.core.errors import DayZeroError
+from dayzero.serve.detokenize import MAX_WINDOW_TOKENS, REPLACEMENT, Detokenizer
 from dayzero.serve.text import TextCodec
 from tests.made_tokenizers import EOS_ID, make_byte_fallback_folder, make_byte_level_folder
 
@@ -62,6 +63,56 @@ def test_streamed_text_is_the_full_decode(kind: str, text: str, chunk: int) -> N
     whole = codec.decode_visible(ids)
     assert whole == text
     assert_whole_prefixes(stream(codec, ids, chunk=chunk), text)
+
+
+# Runs much longer than the window, of what gives it no place to slide: blank text, U+FFFD, characters of several bytes each.
+RUNS = st.tuples(st.sampled_from(["\n", " ", "\u3000", "\u2029 ", "\ufffd", "\ufffd\u3000", "\x00"]), st.integers(1, 150))
+LONG_TEXTS = st.lists(st.sampled_from(AWKWARD) | RUNS.map(lambda run: run[0] * run[1]), max_size=6).map("".join)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@settings(max_examples=60, deadline=None)
+@given(text=LONG_TEXTS, continues=st.booleans())
+@example(text=" " * 300 + "a", continues=False)
+@example(text="\ufffd" * 100 + "😀" + "\u3000" * 100 + "é", continues=True)
+def test_long_runs_without_a_place_to_slide_are_whole_too(kind: str, text: str, continues: bool) -> None:
+    codec = make_codec(kind)
+    ids = codec.encode(text, add_special_tokens=False)
+    context = codec.context_ids if continues else ()
+    want = codec.decode_visible((*context, *ids))[len(codec.decode_visible(context)) :]
+    assert_whole_prefixes(stream(codec, ids, continues=continues), want)
+
+
+@settings(max_examples=60, deadline=None)
+@given(runs=st.lists(st.tuples(BYTES, st.integers(1, 40)), max_size=4), cut=st.integers(0, 3))
+def test_the_window_is_cut_in_any_bytes_without_a_trace(runs: list[tuple[bytes, int]], cut: int) -> None:
+    data = b"".join(piece * times for piece, times in runs) + "😀".encode()[:cut]
+    codec = make_codec("byte_level")
+    assert_whole_prefixes(stream(codec, byte_ids(codec, data)), data.decode("utf-8", "replace"))
+
+
+class CountingCodec:
+    """Counts the tokens that are decoded."""
+
+    def __init__(self, codec: TextCodec) -> None:
+        self._codec = codec
+        self.num_decoded = 0
+        self.context_ids, self.is_hidden, self.fallback_byte = codec.context_ids, codec.is_hidden, codec.fallback_byte
+
+    def decode(self, ids: list[int]) -> str:
+        self.num_decoded += len(ids)
+        return self._codec.decode(ids)
+
+
+@pytest.mark.parametrize("kind", BUILDERS)
+@pytest.mark.parametrize("unit", ["\n", " ", "\ufffd", "a"], ids=repr)
+def test_the_work_per_token_is_bounded(kind: str, unit: str) -> None:
+    """Two thousand newlines once cost the square of that, in the loop that serves everyone."""
+    codec = make_codec(kind)
+    token_ids = codec.encode("x" + unit, add_special_tokens=False)[-len(unit.encode()) :] * 2000
+    counting = CountingCodec(codec)
+    Detokenizer(counting, continues=True).push_all(token_ids)
+    assert counting.num_decoded <= 2 * MAX_WINDOW_TOKENS * len(token_ids)
 
 
 @pytest.mark.parametrize("kind", BUILDERS)
@@ -119,6 +170,13 @@ def test_a_leading_space_after_partial_bytes() -> None:
     codec = make_codec("byte_fallback")
     space_a = codec.encode(" a", add_special_tokens=False)
     assert stream(codec, (*byte_ids(codec, b"x\xe4\xb8"), *space_a[1:]))[-2:] == [REPLACEMENT + " a", ""]
+
+
+def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(DayZeroError, match="holds no tokenizer"):
+        TextCodec.load(tmp_path)
 
 
 def test_loading_a_tokenizer_json_needs_no_torch(tmp_path: Path) -> None:

@@ -118,6 +118,16 @@ def test_unknown_fields_are_listed_and_change_nothing() -> None:
     assert odd.ignored == ("frobnicate",) and odd.options == plain.options
 
 
+def test_unknown_fields_of_stream_options_are_listed_too() -> None:
+    plain = {"prompt": "abc", "stream": True, "stream_options": {"include_usage": True}}
+    odd = plain | {"stream_options": {"include_usage": True, "include_obfuscation": False}}
+    assert parse_completion(odd).ignored == ("stream_options.include_obfuscation",)
+    assert parse_completion(odd).options == parse_completion(plain).options
+    with pytest.raises(ApiError) as refused:
+        parse_completion(plain | {"stream_options": {"include_usage": 1}})
+    assert_refused(refused.value, "stream_options.include_usage")
+
+
 def test_an_unknown_model_is_404() -> None:
     with pytest.raises(ApiError) as refused:
         parse_completion({"model": "x" * 10_000, "prompt": "abc"})

@@ -12,10 +12,14 @@ from dayzero.runtime.blocks import BlockPool
 from dayzero.runtime.scheduler import Scheduler, SchedulerLimits
 
 
-def make_scheduler(*, num_blocks=16, block_tokens=4, chunk=8, sequences=4, context=64, prefix_reuse=False):
+def make_scheduler(*, num_blocks=16, block_tokens=4, chunk=8, sequences=4, context=64, prefix_reuse=False, exact_reuse=False):
     pool = BlockPool(num_blocks, block_tokens, prefix_reuse=prefix_reuse)
     limits = SchedulerLimits(
-        max_sequences=sequences, context_tokens=context, chunk_tokens=chunk, step_tokens=(chunk or 64) + sequences
+        max_sequences=sequences,
+        context_tokens=context,
+        chunk_tokens=chunk,
+        step_tokens=(chunk or 64) + sequences,
+        exact_reuse=exact_reuse,
     )
     return Scheduler(pool, limits)
 
@@ -142,6 +146,21 @@ def test_a_fully_cached_prompt_computes_at_least_one_token():
         assert answers[0] == answers[1] == answers[2] == expected(range(length), 3)
         assert driver.chunks[f"{length}-1"][0][0] == (length - 1) // 16 * 16
         assert scheduler.pool.num_referenced == 0
+
+
+def test_exact_reuse_computes_the_same_pieces_cold_and_warm():
+    """What is computed together for a prompt must not depend on what was found: only whole pieces are reused."""
+    for length in (5, 7, 8, 9, 16, 17, 23, 40):
+        scheduler = make_scheduler(num_blocks=64, block_tokens=2, chunk=16, context=128, prefix_reuse=True, exact_reuse=True)
+        driver = Driver(scheduler)
+        for turn in ("cold", "warm"):
+            scheduler.add(make_request(f"{length}-{turn}", range(length), 3), seed=0)
+            driver.run()
+        cold, warm = driver.chunks[f"{length}-cold"], driver.chunks[f"{length}-warm"]
+        assert warm == cold[len(cold) - len(warm) :], (cold, warm)
+        piece = 16 if length >= 16 else 4
+        assert warm[0][0] == (length - 1) // piece * piece
+        assert driver.answers[f"{length}-cold"] == driver.answers[f"{length}-warm"] == expected(range(length), 3)
 
 
 def test_a_prompt_whose_every_row_is_wanted_reuses_nothing():

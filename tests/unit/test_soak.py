@@ -16,7 +16,8 @@ from dayzero.core.reports import Check, StabilityReport
 from dayzero.report.memory import MemoryWatch, slope_with_interval, student_t_975
 from dayzero.report.prompts import Prompts
 from dayzero.report.soak import _growth, soak
-from dayzero.report.surface import gauges
+from dayzero.report.load_client import LoadClient
+from dayzero.report.surface import gauges, probe_interface
 from dayzero.report.text import soak_table
 from dayzero.report.traffic import Deck, default_faults
 from tests.unit.serving_mock import CONTEXT_TOKENS, MockServer
@@ -51,6 +52,17 @@ def test_a_sound_server_passes_and_a_short_run_shows_no_slope() -> None:
     assert checks["everything freed after the load"].where.startswith('cache_blocks{state="referenced"}')
     assert checks["api: official openai client"].verdict in ("pass", "not_shown")
     assert soak_table(report) is not None
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The `openai` package would send what is meant for this very machine to it."""
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # discard: nobody answers there
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    with MockServer() as server:
+        checks = probe_interface(LoadClient(server.url, timeout_s=10.0), "mock", [1, 2])
+    assert [check for check in checks if check.verdict == "fail"] == []
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,13 @@ class EngineInfo:
     num_blocks: int
     max_sequences: int
     prefix_reuse: bool
-    stop_token_ids: tuple[int, ...]
+    # A prefix is reused only where computing it would give the same bits: always in float32's sense of equal, and in whole
+    # pieces of a prompt in dtypes that round more.
+    exact_reuse: bool = False
+    # Whether a request's numbers are the same bits whoever else is running.
+    batch_invariant: bool = False
+    fallbacks: tuple[str, ...] = ()  # each in plain words
+    stop_token_ids: tuple[int, ...] = ()
     towers_not_served: tuple[str, ...] = ()
 
 

@@ -56,8 +56,12 @@ class RunStore:
         return cls(folder)
 
     @classmethod
-    def create(cls, runs: Path, model: str, target: str, inputs: dict[str, Any]) -> "RunStore":
-        """The run of these inputs: the folder that holds the same ones, else a new one (with a suffix if taken)."""
+    def create(cls, runs: Path, model: str, target: str, inputs: dict[str, Any], *, keep: bool = False) -> "RunStore":
+        """The run of these inputs: the folder that holds the same ones, else a new one (with a suffix if taken).
+
+        `keep` leaves the frozen inputs of a run that is continued; otherwise versions and the measured target are those of
+        now.
+        """
         stem = f"{safe_name(model)}@{safe_name(target)}"
         for suffix in ["", *(f"-{number}" for number in range(2, 10_000))]:
             folder = runs / (stem + suffix)
@@ -68,6 +72,8 @@ class RunStore:
                 write_text_atomic(folder / INPUTS_FILE, _json(inputs))
                 return store
             if _identity(read_json(folder / INPUTS_FILE)) == _identity(inputs):
+                if not keep:
+                    write_text_atomic(folder / INPUTS_FILE, _json(inputs))
                 return cls(folder)
         raise AssertionError(f"ten thousand runs named {stem}")
 
@@ -121,7 +127,7 @@ def _identity(inputs: dict[str, Any]) -> dict[str, Any]:
     """What makes two runs the same: everything but measurements of the machine and versions, which may drift."""
     return {
         name: inputs.get(name)
-        for name in ("source", "source_hash", "target_id", "target_hash", "devices", "workload", "options")
+        for name in ("source", "source_hash", "source_state", "target_id", "target_hash", "devices", "workload", "options")
     }
 
 

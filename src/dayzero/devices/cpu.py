@@ -41,31 +41,15 @@ def make_tables() -> Tables:
 
 
 def compiled_table() -> Table:
+    """What the engine's paged tier really calls. `dayzero::rms_norm` is not among it: compiled layers fuse their norms."""
     return {
         "linear": (Kernel(name="dayzero::linear", call=_linear, binding="custom"),),
-        "rms_norm": (Kernel(name="dayzero::rms_norm", call=_rms_norm, binding="custom"),),
         "attention": (Kernel(name="dayzero::paged_attention", call=_attention, binding="custom"),),
     }
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return torch.ops.dayzero.linear(x, weight, bias, -1)  # -1: no engine's state, all rows are one segment
-
-
-def _rms_norm(
-    x: Tensor,
-    weight: Tensor | None,
-    gate: Tensor | None,
-    *,
-    eps: float,
-    weight_offset: float = 0.0,
-    groups: int = 1,
-    gate_activation: str = "",
-    gate_first: bool = False,
-) -> Tensor:
-    if gate is not None or groups != 1:
-        raise Unsupported("the kernel has no gate and no groups")
-    return torch.ops.dayzero.rms_norm(x, weight, eps, weight_offset)
 
 
 def _attention(

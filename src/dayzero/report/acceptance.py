@@ -7,14 +7,13 @@ Nothing is measured here. A dimension rests on the checks that the stages made, 
 import datetime
 from dataclasses import replace
 
+from dayzero.core.names import TOKENIZER_FILES
 from dayzero.core.operators import OperatorMap
 from dayzero.core.reports import Acceptance, Check, Dimension, Verdict, overall
 from dayzero.core.runstore import STAGES, RunStore
 from dayzero.report.limits import limits_of, towers_not_served
 from dayzero.report.run_records import RunRecords, read_run
 from dayzero.report.surface import PREFIX
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tiktoken.model")
 
 
 def build(store: RunStore, *, created: str | None = None) -> Acceptance:

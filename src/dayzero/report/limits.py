@@ -69,8 +69,6 @@ def _weights(records: RunRecords) -> list[str]:
         return []
     dropped = Counter(weights.ledger.dropped.values())
     told = [f"Not converted: {count} tensor{'s' * (count > 1)} ({reason})." for reason, count in dropped.items()]
-    if weights.ledger.filled_parameters:
-        told.append(f"{weights.ledger.filled_parameters} parameters were filled in, not read from the release.")
     return told + [_warning(problem) for problem in weights.problems if problem.severity == "warning"]
 
 

@@ -74,6 +74,9 @@ def model_table(model: ModelDescription) -> RenderableType:
     return Group(facts, kinds, *problems)
 
 
+MAX_REJECTED = 8  # alternatives that a person reads; scripts get them all
+
+
 def plan_table(plan: Plan) -> RenderableType:
     """`plan`: the answer, the ledger of the fullest rank, and why."""
     layout = plan.layout
@@ -95,11 +98,12 @@ def plan_table(plan: Plan) -> RenderableType:
         ledger.add_row("total", "", format_bytes(fullest.total()), f"budget {format_bytes(fullest.budget_bytes)}", style="bold")
         parts.append(ledger)
     parts += [Text(f"• {reason}") for reason in plan.reasons]
-    for other in plan.rejected:
+    for other in plan.rejected[:MAX_REJECTED]:
         short = f", short by {format_bytes(other.short_by_bytes)}" if other.short_by_bytes else ""
-        parts.append(
-            Text(f"✗ tp {other.layout.tp} pp {other.layout.pp} ep {other.layout.ep}: {other.constraint}{short}", style="dim")
-        )
+        degrees = " ".join(f"{axis} {getattr(other.layout, axis)}" for axis in ("tp", "pp", "dp", "cp", "ep"))
+        parts.append(Text(f"✗ {degrees}: {other.constraint}{short}", style="dim"))
+    if len(plan.rejected) > MAX_REJECTED:
+        parts.append(Text(f"  and {len(plan.rejected) - MAX_REJECTED} more (--json lists them)", style="dim"))
     return Group(*parts)
 
 

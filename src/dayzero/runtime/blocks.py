@@ -52,15 +52,16 @@ class BlockPool:
     def blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
-    def match(self, tokens: Sequence[int]) -> list[int]:
+    def match(self, tokens: Sequence[int], *, seed: bytes = b"", multiple_tokens: int = 1) -> list[int]:
         """Blocks that hold the longest cached prefix of `tokens`, each now referenced once more.
 
-        At least one token is left to compute, since its logits are wanted.
+        At least one token is left to compute, since its logits are wanted. Only prefixes published under the same `seed` are
+        found, and only whole multiples of `multiple_tokens` are used.
         """
         found: list[int] = []
         if not self.prefix_reuse:
             return found
-        previous = b""
+        previous = seed
         for start in range(0, (len(tokens) - 1) // self.block_tokens * self.block_tokens, self.block_tokens):
             previous = chain_hash(previous, tokens[start : start + self.block_tokens])
             block = self._block_of.get(previous)
@@ -68,7 +69,9 @@ class BlockPool:
                 break
             self._retain(block)
             found.append(block)
-        return found
+        whole = len(found) * self.block_tokens // multiple_tokens * multiple_tokens // self.block_tokens
+        self.release(found[whole:])
+        return found[:whole]
 
     def allocate(self, count: int) -> list[int] | None:
         """`count` blocks for one sequence, or None when there are not enough (nothing is taken then)."""
@@ -91,6 +94,15 @@ class BlockPool:
         if self.prefix_reuse and digest not in self._block_of and block not in self._hash_of:
             self._block_of[digest] = block
             self._hash_of[block] = digest
+
+    def unpublish(self, blocks: Sequence[int]) -> None:
+        """Make blocks unfindable: what they hold is not to be trusted."""
+        for block in blocks:
+            if block in self._hash_of:
+                del self._block_of[self._hash_of.pop(block)]
+                if block in self._evictable:
+                    del self._evictable[block]
+                    self._free.append(block)
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one reference of each. Later blocks become evictable first: prefixes outlive their tails."""

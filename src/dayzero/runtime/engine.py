@@ -28,6 +28,7 @@ class Engine:
             context_tokens=info.context_tokens,
             chunk_tokens=None if runner.whole_prompts else chunk_tokens,
             step_tokens=chunk_tokens + info.max_sequences,
+            exact_reuse=info.exact_reuse,
         )
         self.scheduler = Scheduler(pool, limits)
         self._stop_ids = frozenset(info.stop_token_ids)
@@ -99,8 +100,7 @@ class Engine:
         return outputs
 
     def _note_prompt_logprob(self, sequence: Sequence, position: int, row_logits: torch.Tensor) -> None:
-        if len(sequence.prompt_logprobs) <= position + 1:  # a preempted prompt is computed twice, noted once
-            sequence.prompt_logprobs = sequence.prompt_logprobs or [None]
+        if len(sequence.prompt_logprobs) == position + 1:  # a preempted prompt is computed twice, noted once
             sequence.prompt_logprobs.append(token_logprob(row_logits, sequence.tokens[position + 1]))
 
     def _next_token(self, sequence: Sequence, row_logits: torch.Tensor) -> TokenOutput:
@@ -110,6 +110,7 @@ class Engine:
         try:
             drawn = sample(row_logits, params, sequence.seed, sequence.tokens[: sequence.num_prompt], output, forbidden)
         except FloatingPointError as error:  # this request fails alone: its row is poisoned, its neighbours' are not
+            self.scheduler.distrust(sequence)
             self.scheduler.finish(sequence)
             return TokenOutput(request_id=request.id, token_id=None, finish_reason="error", error=str(error))
         sequence.tokens.append(drawn.token_id)

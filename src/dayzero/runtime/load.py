@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dayzero.core.cachedir import cache_folder
 from dayzero.core.errors import DayZeroError
 from dayzero.core.generation import EngineInfo
 from dayzero.core.records import STRICT, from_dict
@@ -123,6 +124,9 @@ def load_engine(spec: EngineSpec, log: Callable[[str], None] = lambda text: None
         num_blocks=num_blocks(spec),
         max_sequences=spec.max_sequences,
         prefix_reuse=runner.prefix_reuse,
+        exact_reuse=runner.prefix_reuse and dtype != torch.float32,
+        batch_invariant=isinstance(runner, PagedRunner) and isinstance(runner.state, CompiledState) and not has_experts(model),
+        fallbacks=fallbacks(choice.proofs, notes, runner),
         stop_token_ids=spec.stop_token_ids,
         towers_not_served=spec.towers_not_served,
     )
@@ -174,7 +178,7 @@ def kernel_state(kernels: str, device: torch.device) -> tuple[Callable[[], Paged
         return CompiledState, built.isa, ""
     if kernels == "compiled":
         raise DayZeroError("the CPU kernels cannot be built", got=built.reason, want="a C++ compiler", fix="install g++")
-    return TorchState, torch.backends.cpu.get_cpu_capability().lower(), f"no compiled CPU kernels: {built.reason}"
+    return TorchState, torch.backends.cpu.get_cpu_capability().lower(), f"the CPU kernels are not compiled: {built.reason}"
 
 
 def choose_tier(spec: EngineSpec, folder: Path, device: torch.device, make_state: Callable[[], PagedState]) -> TierChoice:
@@ -249,15 +253,32 @@ def compile_runner(runner: Runner, spec: EngineSpec, log: Callable[[str], None])
     size = sum(parameter.numel() for parameter in runner.model.module.parameters())
     if spec.compile == "auto" and size < COMPILE_FROM_PARAMETERS:
         return []
-    from dayzero.runtime.package import NotCompilable, compile_layers, default_cache_folder, restore_layers
+    from dayzero.runtime.package import NotCompilable, compile_layers, restore_layers
 
     try:
-        compiled = compile_layers(runner, default_cache_folder(), log)
+        compiled = compile_layers(runner, cache_folder("layers"), log)
     except NotCompilable as error:
-        return [f"no layer is compiled: {error}"]
+        return [f"the layers are not compiled: {error}"]
     runner.before_close = partial(restore_layers, runner)
     log(f"{compiled.layers} layers compiled in {compiled.packages} packages ({compiled.seconds:.1f} s)")
     return [f"{compiled.layers} of {len(runner.model.layers)} layers run compiled", *compiled.notes]
+
+
+def has_experts(model: LoadedModel) -> bool:
+    """Whether rows are grouped by expert: then what is multiplied together depends on who is running."""
+    return any("expert" in name for name, _ in model.module.named_parameters())
+
+
+def fallbacks(proofs: tuple[Proof, ...], notes: list[str], runner: Runner) -> tuple[str, ...]:
+    """What runs in a lesser way than it could, each in plain words for the report."""
+    found = [f"{proof.tier} is not used: {proof.reason}" for proof in proofs[:-1]]
+    found += [note for note in notes if "not compiled" in note]
+    if runner.tier != "T2":
+        found.append(
+            f"tier {runner.tier}: mixers run one sequence at a time, in the model's own modules; the operator map's custom "
+            "kernels for linears and attention are tier T2's; no prefix is reused"
+        )
+    return tuple(found)
 
 
 def tier_reasons(proofs: tuple[Proof, ...], check: Proof, runner: Runner, notes: list[str]) -> tuple[str, ...]:

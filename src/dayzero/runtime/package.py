@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from dayzero.core.step import StepBatch
 from dayzero.model.classes import layer_kind_signatures
+from dayzero.ops.cpu import build as cpu_kernels
 from dayzero.runtime.paged import PagedRunner
 
 # Two token counts from which the dimensions that grow with the step are learned. No model has sizes like these.
@@ -133,20 +134,18 @@ def compile_layers(runner: PagedRunner, cache_folder: Path, log: Callable[[str],
         log(f"compiling {len(members)} layers like layer {first}")
         try:
             run = _build(layers[first], calls[0][first], calls[1][first], cache_folder)
-        except (
-            Exception
-        ) as error:  # whatever a compiler says of an untried layer: it then runs as it is, and the report says so
+            packaged = [PackagedLayer(layers[i], run, calls[0][i], _weights(layers[i])) for i in members]
+            errors = [_compare(runner, layer, calls[0][i]) for i, layer in zip(members, packaged, strict=True)]
+        except Exception as error:  # whatever a compiler says of an untried layer: it runs as it is, and the report says so
             text = " ".join(str(error).split())[:200]
             notes.append(f"{len(members)} layers like layer {first} are not compiled: {type(error).__name__}: {text}")
             continue
         packages += 1
-        for index in members:
-            packaged = PackagedLayer(layers[index], run, calls[0][index], _weights(layers[index]))
-            off = _compare(runner, packaged, calls[0][index])
+        for index, layer, off in zip(members, packaged, errors, strict=True):
             if off > _LIMIT[model.dtype]:
                 notes.append(f"layer {index} is not compiled: it differs from the module by {off:.2g} of its size")
                 continue
-            layers[index] = packaged
+            layers[index] = layer
             replaced += 1
     return Compiled(layers=replaced, packages=packages, seconds=time.perf_counter() - started, notes=tuple(notes))
 
@@ -157,10 +156,6 @@ def restore_layers(runner: PagedRunner) -> None:
     for index, layer in enumerate(layers):
         if isinstance(layer, PackagedLayer):
             layers[index] = layer.replaced
-
-
-def default_cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dayzero" / "packages"
 
 
 def record_calls(runner: PagedRunner, num_tokens: int) -> list[_Call]:
@@ -246,9 +241,7 @@ def _build(
         module, (*inputs, *_weights(layer)), dynamic_shapes=((*dims, *({} for _ in names)),), strict=False
     )
     share_regions(exported.graph_module)
-    key = hashlib.sha256(
-        "\n".join([exported.graph_module.code, str(exported.graph_signature), torch.__version__, _machine()]).encode()
-    ).hexdigest()[:32]
+    key = hashlib.sha256("\n".join([exported.graph_module.code, _input_kinds(exported), _machine()]).encode()).hexdigest()[:32]
     path = cache_folder / f"{key}.pt2"
     if not path.exists():
         cache_folder.mkdir(parents=True, exist_ok=True)
@@ -315,10 +308,18 @@ def _compare(runner: PagedRunner, packaged: PackagedLayer, call: _Call) -> float
     return float(difference) if bool(torch.isfinite(difference)) else float("inf")
 
 
+def _input_kinds(exported: Any) -> str:
+    """Shape, stride and dtype of every input: generated code has them built in, its source text does not show them."""
+    values = [node.meta["val"] for node in exported.graph.nodes if node.op == "placeholder"]
+    return repr([(tuple(map(str, v.shape)), tuple(map(str, v.stride())), str(v.dtype)) for v in values])
+
+
 def _machine() -> str:
-    """What compiled code depends on beside its source: the processor's instruction sets."""
+    """What compiled code depends on beside its source: torch, threads, our operators and the processor's instructions."""
     flags = ""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         flags = next((line for line in cpuinfo.read_text().splitlines() if line.startswith(("flags", "Features"))), "")
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+    kernels = cpu_kernels.load().path
+    place = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {flags}"
+    return f"torch {torch.__version__}, {torch.get_num_threads()} threads, kernels {kernels and kernels.name}, {place}"

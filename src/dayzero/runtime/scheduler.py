@@ -49,12 +49,17 @@ class Sequence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerLimits:
-    """`chunk_tokens` None: prompts run in one piece (mixers whose state cannot be continued mid-prompt)."""
+    """`chunk_tokens` None: prompts run in one piece (mixers whose state cannot be continued mid-prompt).
+
+    `exact_reuse`: a prefix is reused only where computing it would give the same bits (dtypes in which sums of another shape
+    round differently). Then prompts shorter than a chunk run in quarters of one, so that they too have something to reuse.
+    """
 
     max_sequences: int
     context_tokens: int
     chunk_tokens: int | None
     step_tokens: int
+    exact_reuse: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +98,9 @@ class Scheduler:
                 f"cache capacity {self.pool.num_blocks * self.pool.block_tokens})",
                 fix="shorten the prompt or lower max_tokens",
             )
-        self.waiting.append(Sequence(request=request, seed=seed, tokens=list(request.prompt_token_ids)))
+        noted: list[float | None] = [None] if request.sampling.prompt_logprobs else []  # nothing predicts the first token
+        tokens = list(request.prompt_token_ids)
+        self.waiting.append(Sequence(request=request, seed=seed, tokens=tokens, prompt_logprobs=noted))
 
     def find(self, request_id: str) -> Sequence | None:
         return next((s for s in [*self.running, *self.waiting] if s.request.id == request_id), None)
@@ -129,16 +136,41 @@ class Scheduler:
             sequence.num_computed = stop
             self._publish(sequence)
 
+    def distrust(self, sequence: Sequence) -> None:
+        """What the sequence put into its blocks is not to be reused."""
+        self.pool.unpublish(sequence.blocks)
+
     def _publish(self, sequence: Sequence) -> None:
-        size = self.pool.block_tokens
+        """Make full blocks findable. With exact reuse only what prefill computed, in whole pieces: rows that were decoded
+        one by one have other bits than the same rows in a piece."""
         if not self.pool.prefix_reuse:
             return
-        while len(sequence.digests) < sequence.num_computed // size:
-            index = len(sequence.digests)
-            previous = sequence.digests[-1] if sequence.digests else b""
-            digest = chain_hash(previous, sequence.tokens[index * size : (index + 1) * size])
-            sequence.digests.append(digest)
-            self.pool.publish(sequence.blocks[index], digest)
+        ready = sequence.num_computed
+        if self.limits.exact_reuse:
+            piece = self._piece_tokens(sequence)
+            ready = min(ready, sequence.num_prompt) // piece * piece
+        for index in range(len(sequence.digests), ready // self.pool.block_tokens):
+            self.pool.publish(sequence.blocks[index], self._digest(sequence))
+
+    def _digest(self, sequence: Sequence) -> bytes:
+        """Append and return the hash of the sequence's next block."""
+        size, index = self.pool.block_tokens, len(sequence.digests)
+        previous = sequence.digests[-1] if sequence.digests else self._seed(sequence)
+        sequence.digests.append(chain_hash(previous, sequence.tokens[index * size : (index + 1) * size]))
+        return sequence.digests[-1]
+
+    def _piece_tokens(self, sequence: Sequence) -> int:
+        """Size of the pieces that a prompt runs in. Never depends on who else is running."""
+        chunk = self.limits.chunk_tokens
+        assert chunk is not None
+        if not self.limits.exact_reuse or sequence.num_prompt >= chunk:
+            return chunk
+        quarter = chunk // 4 // self.pool.block_tokens * self.pool.block_tokens
+        return max(quarter, self.pool.block_tokens)
+
+    def _seed(self, sequence: Sequence) -> bytes:
+        """Blocks of prompts that run in pieces of another size are another family of hashes."""
+        return str(self._piece_tokens(sequence)).encode() if self.limits.exact_reuse else b""
 
     def _grow_decoding(self) -> list[Sequence]:
         """Decoding sequences with a block for their newest token, preempting the youngest where blocks run out."""
@@ -148,8 +180,11 @@ class Scheduler:
         return [s for s in self.running if s.is_decoding]
 
     def _chunk_stop(self, sequence: Sequence) -> int:
-        total, size = len(sequence.tokens), self.limits.chunk_tokens
-        return total if size is None else min(total, (sequence.num_computed // size + 1) * size)
+        total = len(sequence.tokens)
+        if self.limits.chunk_tokens is None:
+            return total
+        size = self._piece_tokens(sequence)
+        return min(total, (sequence.num_computed // size + 1) * size)
 
     def _take_chunk(self, sequence: Sequence, chosen: list[tuple[Sequence, int]], budget: int) -> int:
         """Schedule the sequence's next whole chunk if it fits the step (the first one always does)."""
@@ -165,7 +200,7 @@ class Scheduler:
         It gets the blocks of its whole prompt at once, so that a prefill that has begun can always go on.
         """
         wants_all_rows = sequence.request.sampling.prompt_logprobs
-        reused = [] if wants_all_rows else self.pool.match(sequence.tokens)
+        reused = [] if wants_all_rows else self._match(sequence)
         sequence.num_computed = len(reused) * self.pool.block_tokens
         needed = self.pool.blocks_for(len(sequence.tokens)) - len(reused)
         chunk = self._chunk_stop(sequence) - sequence.num_computed
@@ -177,14 +212,18 @@ class Scheduler:
         self.waiting.popleft()
         sequence.blocks, sequence.slot = reused + fresh, self._free_slots.pop()
         sequence.digests = []
-        for index in range(len(reused)):
-            size = self.pool.block_tokens
-            previous = sequence.digests[-1] if sequence.digests else b""
-            sequence.digests.append(chain_hash(previous, sequence.tokens[index * size : (index + 1) * size]))
+        for _ in reused:
+            self._digest(sequence)
         sequence.reused_tokens = max(sequence.reused_tokens, min(sequence.num_computed, sequence.num_prompt - 1))
         self.reused_tokens += sequence.num_computed
         self.running.append(sequence)
         return True
+
+    def _match(self, sequence: Sequence) -> list[int]:
+        if not self.limits.exact_reuse:
+            return self.pool.match(sequence.tokens)
+        piece = self._piece_tokens(sequence)
+        return self.pool.match(sequence.tokens, seed=self._seed(sequence), multiple_tokens=piece)
 
     def _extend(self, sequence: Sequence, num_tokens: int) -> bool:
         """Blocks for the first `num_tokens` tokens of a sequence; False when there are not enough."""

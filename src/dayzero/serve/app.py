@@ -90,6 +90,8 @@ def _model(front: Front) -> dict[str, Any]:
         "tier": info.tier,
         "tier_reasons": list(info.tier_reasons),
         "prefix_reuse": info.prefix_reuse,
+        "batch_invariant": info.batch_invariant,
+        "fallbacks": list(info.fallbacks),
         "towers_not_served": list(info.towers_not_served),
         "vocab_size": info.vocab_size,
         "device": info.device,

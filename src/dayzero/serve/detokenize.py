@@ -15,6 +15,10 @@ import codecs
 from collections.abc import Iterable
 from typing import Protocol
 
+# A window that finds no place to slide (blank text, or text that is all U+FFFD) is cut at so many tokens, or a run of newlines
+# would cost the square of its length. What is kept holds any unfinished character: those have at most 4 bytes, so 4 tokens.
+MAX_WINDOW_TOKENS, KEPT_TOKENS = 64, 8
+
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -83,17 +87,27 @@ class Detokenizer:
         whole = len(text) - text.endswith(REPLACEMENT)
         new = text[self._sent : whole]
         self._sent = max(self._sent, whole)
-        if whole == len(text):
-            self._slide()
+        if not (whole == len(text) and self._slide()) and len(self._window) > MAX_WINDOW_TOKENS:
+            self._cut(len(text) - self._sent)
         return new
 
-    def _slide(self) -> None:
+    def _slide(self) -> bool:
         """Forget the old left context, once what came after it can serve as one: it must hold more than white space,
-        because tokenizers drop a space at the start."""
+        because tokenizers drop a space at the start. Returns whether it can."""
         recent = self._window[self._boundary :]
         text = self._codec.decode(recent)
-        if text.strip():
-            self._window, self._boundary, self._sent = recent, len(recent), len(text)
+        if not text.strip():
+            return False
+        self._window, self._boundary, self._sent = recent, len(recent), len(text)
+        return True
+
+    def _cut(self, num_held: int) -> None:
+        """Keep the last tokens only, behind some plain text as their context. A character the cut goes through turns into
+        U+FFFD there and has been given already; the next one starts anew, so that what is held stays the same."""
+        kept = self._window[-KEPT_TOKENS:]
+        self._take_context()
+        self._window += kept
+        self._sent = len(self._codec.decode(self._window)) - num_held
 
     def _end_bytes(self) -> str:
         text = self._bytes.decode(b"", final=True)

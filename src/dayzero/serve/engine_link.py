@@ -9,7 +9,6 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.generation import EngineInfo, EngineStats, GenerationRequest, TokenOutput
-from dayzero.serve.processes import describe_exit, kill_group
+from dayzero.serve.processes import describe_exit, kill_group, python_module
 from dayzero.serve.spec import ServerSpec
 from dayzero.serve.wire import (
     Accepted,
@@ -81,7 +80,7 @@ class EngineLink:
         self._subscriptions: dict[str, Subscription] = {}
         self._resets: dict[int, asyncio.Future[None]] = {}
         self._num_resets = 0
-        self._closing = False
+        self._closing = asyncio.Event()
 
     # -- requests -----------------------------------------------------------------------------------------------
 
@@ -143,9 +142,9 @@ class EngineLink:
         """Keep an engine running until `close`. Raises DayZeroError when the first load fails, or when it has died more
         often than `max_restarts` within the window; the message names the pid and the signal."""
         deaths: deque[float] = deque()
-        while True:
+        while not self._closing.is_set():
             reason, error = await self._run_once()
-            if self._closing:
+            if self._closing.is_set():
                 return
             if self.info is None:
                 self.state = "failed"
@@ -162,19 +161,20 @@ class EngineLink:
                                    fix="see the log above for its last words")  # fmt: skip
             self.restarts += 1
             log.error("the engine is gone (%s); restart %d", reason, self.restarts)
-            await asyncio.sleep(min(FIRST_DELAY_S * 2 ** (len(deaths) - 1), MAX_DELAY_S))
-            if self._closing:
-                return
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._closing.wait(), min(FIRST_DELAY_S * 2 ** (len(deaths) - 1), MAX_DELAY_S))
 
     async def _run_once(self) -> tuple[str, DayZeroError | None]:
         """One life of the engine process. Returns how it ended, and the error it gave if it failed to load."""
         ours, theirs = socket.socketpair()
         with theirs:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "dayzero.serve.engine_process", str(os.getpid()), str(theirs.fileno()),
+                *python_module("dayzero.serve.engine_process", str(os.getpid()), str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),), process_group=0, stdin=asyncio.subprocess.DEVNULL,
             )  # fmt: skip
         self._process, self.pid = process, process.pid
+        if self._closing.is_set():  # `close` came while it was being started, and found nothing to end
+            kill_group(process.pid)
         load_error: DayZeroError | None = None
         watchdog: asyncio.Task[None] | None = None
         try:
@@ -190,14 +190,14 @@ class EngineLink:
         except (asyncio.IncompleteReadError, ConnectionError):
             pass  # the process ended: how, its exit status tells below
         finally:
-            if not self._closing:
+            if not self._closing.is_set():
                 self.state = "loading" if self.info is None else "restarting"
             self._ready.clear()
             if watchdog is not None:
                 watchdog.cancel()
-            if not self._closing:  # told at once, before the wait for the exit status
+            if not self._closing.is_set():  # told at once, before the wait for the exit status
                 self.fail_open(f"the engine process (pid {process.pid}) ended")
-            if load_error is None and not self._closing:
+            if load_error is None and not self._closing.is_set():
                 kill_group(process.pid)  # it may have closed its socket and live on, or have left children
             with suppress(ProcessLookupError):
                 await self._reap(process)
@@ -235,9 +235,11 @@ class EngineLink:
                 if done is not None and not done.done():
                     done.set_result(None) if error is None else done.set_exception(DayZeroError(error))
             case Ready(info=info, stats=stats):
-                self.info, self.stats, self.state = info, stats, "ready"
-                self.progressed_at = time.monotonic()
-                self._ready.set()
+                self.info, self.stats = info, stats
+                if not self._closing.is_set():
+                    self.state = "ready"
+                    self.progressed_at = time.monotonic()
+                    self._ready.set()
             case _:
                 raise AssertionError(event)
 
@@ -265,7 +267,7 @@ class EngineLink:
 
     async def close(self) -> None:
         """End the engine process: asked, then killed. `run` returns after that."""
-        self._closing = True
+        self._closing.set()
         self.fail_open("the server is shutting down")
         was_ready, self.state = self.state == "ready", "closed"
         process = self._process

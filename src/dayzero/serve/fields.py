@@ -89,6 +89,7 @@ class Fields:
         self._values = values
         self._prefix = prefix
         self._read: set[str] = set()
+        self._inner: list[Fields] = []
 
     def raw(self, name: str) -> Any:
         """The value as it was sent; None when absent."""
@@ -120,6 +121,15 @@ class Fields:
     def object(self, name: str) -> dict[str, Any] | None:
         return self._optional(name, check_object)
 
+    def inner(self, name: str) -> "Fields | None":
+        """The fields of an object in a field, whose unread ones are this one's too."""
+        values = self.object(name)
+        if values is None:
+            return None
+        fields = Fields(values, f"{self.param(name)}.")
+        self._inner.append(fields)
+        return fields
+
     def required(self, name: str) -> Any:
         value = self.raw(name)
         if value is None:
@@ -128,4 +138,5 @@ class Fields:
 
     @property
     def unread(self) -> list[str]:
-        return [self._prefix + name for name in self._values if name not in self._read]
+        own = [self._prefix + name for name in self._values if name not in self._read]
+        return own + [name for fields in self._inner for name in fields.unread]

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,7 +18,7 @@ import psutil
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import to_dict
-from dayzero.serve.processes import describe_exit, kill_group
+from dayzero.serve.processes import describe_exit, kill_group, python_module
 from dayzero.serve.spec import ServerSpec
 
 LOG_TAIL_CHARS = 2000
@@ -59,7 +58,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("ab") as log:
             self._process = process = subprocess.Popen(
-                [sys.executable, "-m", "dayzero.serve"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+                python_module("dayzero.serve"), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
                 env=None if self._env is None else dict(self._env), process_group=0,
             )  # fmt: skip
         try:

@@ -13,6 +13,12 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
+def python_module(name: str, *arguments: str) -> list[str]:
+    """The command line of a child that runs one of our modules. `-P`: the working folder is the user's, and a queue.py in it
+    must not be taken for the standard library's."""
+    return [sys.executable, "-P", "-m", name, *arguments]
+
+
 def end_with_parent(parent_pid: int) -> None:
     """Have this process killed when its parent ends. To be called in the child, first thing.
 

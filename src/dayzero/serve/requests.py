@@ -207,16 +207,12 @@ def _read_max_tokens(fields: Fields, least: int) -> tuple[int | None, str]:
 
 
 def _read_include_usage(fields: Fields, stream: bool) -> bool:
-    options = fields.object("stream_options")
+    options = fields.inner("stream_options")
     if options is None:
         return False
     if not stream:
         raise invalid("stream_options", "stream_options needs stream: true")
-    inner = Fields(options, "stream_options.")
-    include = inner.flag("include_usage")
-    if inner.unread:
-        raise unsupported(inner.unread[0][:80], f"{quote(inner.unread[0])} is not served")
-    return include
+    return options.flag("include_usage")
 
 
 def _read_stops(fields: Fields) -> tuple[str, ...]:

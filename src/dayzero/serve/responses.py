@@ -65,10 +65,7 @@ class Responder:
     def whole(self) -> dict[str, Any]:
         kind = "chat.completion" if self._is_chat else "text_completion"
         choices = [self._whole_choice(index, collected) for index, collected in enumerate(self._collected)]
-        answer = self._base | {"object": kind, "choices": choices, "usage": self.usage()}
-        if self._is_chat and self._request.options.return_token_ids:
-            answer["prompt_token_ids"] = list(self._request.prompts[0].token_ids)
-        return answer
+        return self._base | {"object": kind, "choices": choices, "usage": self.usage()} | self._chat_prompt_ids()
 
     def _whole_choice(self, index: int, collected: _Collected) -> dict[str, Any]:
         text, logprobs = "".join(collected.text), tuple(collected.logprobs)
@@ -95,8 +92,8 @@ class Responder:
         options = self._request.options
         result = []
         if begins and self._is_chat:
-            result.append(self._chunk({"index": piece.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
-                                       "finish_reason": None}))  # fmt: skip
+            first = {"index": piece.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+            result.append(self._chunk(first) | self._chat_prompt_ids())
         text = (self._echo(piece.index) if begins else "") + piece.text
         wanted = options.return_token_ids or options.sampling.top_logprobs is not None
         if not (text or wanted or piece.finish_reason):
@@ -109,10 +106,7 @@ class Responder:
             choice["delta"] = {"content": text} if text or not piece.finish_reason else {}
         else:
             choice["text"] = text
-        chunk = self._chunk(choice | self._ids(piece.index, piece.token_ids, begins=begins))
-        if begins and self._is_chat and options.return_token_ids:
-            chunk["prompt_token_ids"] = list(self._request.prompts[0].token_ids)
-        return [*result, chunk]
+        return [*result, self._chunk(choice | self._ids(piece.index, piece.token_ids, begins=begins))]
 
     def usage_chunk(self) -> dict[str, Any]:
         return self._chunk() | {"choices": [], "usage": self.usage()}
@@ -126,6 +120,11 @@ class Responder:
 
     def _echo(self, index: int) -> str:
         return self._generation.echo_text(self._generation.prompt_of(index)) if self._request.echo else ""
+
+    def _chat_prompt_ids(self) -> dict[str, Any]:
+        """A chat has one prompt: its ids stand beside the choices, too, where other servers have them."""
+        wanted = self._is_chat and self._request.options.return_token_ids
+        return {"prompt_token_ids": list(self._request.prompts[0].token_ids)} if wanted else {}
 
     def _ids(self, index: int, token_ids: Sequence[int], *, begins: bool) -> dict[str, Any]:
         if not self._request.options.return_token_ids:

@@ -4,11 +4,10 @@ import asyncio
 import json
 import logging
 import os
-import sys
 from typing import Any
 
-from dayzero.serve.errors import ApiError, invalid
-from dayzero.serve.processes import kill_group
+from dayzero.serve.errors import ApiError, invalid, unavailable
+from dayzero.serve.processes import kill_group, python_module
 
 log = logging.getLogger("dayzero.serve")
 
@@ -25,6 +24,7 @@ class TemplateRenderer:
         self._turn = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._restart: asyncio.Task[None] | None = None
+        self._closing = False
 
     async def start(self) -> None:
         """Start the process ahead of the first request."""
@@ -76,10 +76,13 @@ class TemplateRenderer:
         if self._process is not None and self._process.returncode is None:
             return self._process
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "dayzero.serve.template_process", str(os.getpid()), process_group=0,
+            *python_module("dayzero.serve.template_process", str(os.getpid())), process_group=0,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=LINE_LIMIT_BYTES,
         )  # fmt: skip
         self._process = process
+        if self._closing:  # `close` came while it was being started, and found nothing to end
+            await self._stop()
+            raise unavailable("the server is shutting down", code="draining", retry_after_s=None)
         assert process.stdin is not None and process.stdout is not None
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -102,6 +105,7 @@ class TemplateRenderer:
             await asyncio.shield(process.wait())
 
     async def close(self) -> None:
+        self._closing = True
         if self._restart is not None:
             self._restart.cancel()
         await self._stop()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dayzero.core.errors import DayZeroError
+from dayzero.core.names import TOKENIZER_FILES
 
 PLAIN_TEXT = "a"  # any text without a space; see `context_ids`
 
@@ -87,6 +88,10 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
         from transformers import PreTrainedTokenizerFast
 
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not _has_own_code(folder):
+        # Some classes of transformers would make an empty vocabulary of nothing.
+        raise DayZeroError("the folder holds no tokenizer", got=folder, want=f"one of {', '.join(TOKENIZER_FILES)}",
+                           fix="correct the folder, or serve without a tokenizer (token ids only)")  # fmt: skip
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)

@@ -1,4 +1,4 @@
-"""Prompts as token ids in, greedy tokens out, through a running server's `/v1/completions`.
+"""Prompts as token ids in, greedy tokens out, through a running server's `/v1/completions`; and what it makes of a text.
 
 Proves that what is served is what the engine computes. Uses `return_token_ids` and `ignore_eos`, which this project's server
 and vLLM's understand; a server that returns no ids is an error, since text would hide differences. No retries: a refused
@@ -7,9 +7,10 @@ request is a finding.
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from dayzero.core.errors import DayZeroError
+from dayzero.validate.subject import ServerRefused
 
 TOP_LOGPROBS = 5  # the most that OpenAI's completions endpoint gives
 
@@ -69,6 +70,20 @@ class HttpSubject:
         with ThreadPoolExecutor(max_workers=max(1, len(prompts))) as pool:
             return list(pool.map(lambda prompt: self._answer(model, prompt, max_tokens), prompts))
 
+    def prompt_ids(self, kind: Literal["text", "chat"], text: str) -> list[int]:
+        """The token ids which the server makes of a text. Raises ServerRefused where it does not take it or does not tell."""
+        asked: dict[str, Any] = {"model": self.model, "max_tokens": 1, "temperature": 0.0, "return_token_ids": True}
+        if kind == "chat":
+            body = self._ask("POST", "/v1/chat/completions", asked | {"messages": [{"role": "user", "content": text}]})
+        else:
+            body = self._ask("POST", "/v1/completions", asked | {"prompt": text})
+        choices = body.get("choices") or [{}]
+        found = body.get("prompt_token_ids") or choices[0].get("prompt_token_ids")
+        if not isinstance(found, list):
+            raise ServerRefused("the server does not tell the token ids of a prompt", got=f"an answer with {sorted(body)}",
+                                want="prompt_token_ids", fix="use a server that honours return_token_ids")  # fmt: skip
+        return [int(token) for token in found]
+
     def _answer(self, model: str, prompt: list[int], max_tokens: int) -> ServedAnswer:
         body = self._ask("POST", "/v1/completions", {
             "model": model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True,
@@ -96,8 +111,8 @@ class HttpSubject:
             raise DayZeroError(f"{self.url}{path} does not answer", got=f"{type(error).__name__}: {error}",
                                want="a running server", fix="start it with `dayzero serve`") from error  # fmt: skip
         if response.status_code != 200:
-            raise DayZeroError(f"{path} refused a request of the validator", want="200", fix="see the server's log",
-                               got=f"{response.status_code}: {response.text[:300]}")  # fmt: skip
+            raise ServerRefused(f"{path} refused a request of the validator", want="200", fix="see the server's log",
+                                got=f"{response.status_code}: {response.text[:300]}")  # fmt: skip
         try:
             found = response.json()
         except ValueError:

@@ -6,6 +6,7 @@ attention are the plain eager ones. Deliberately not done here: streaming a mode
 quantized releases (refused as well).
 """
 
+import gc
 import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import read_json
 from dayzero.core.units import DTYPE_BITS, canonical_dtype, format_bytes
+from dayzero.validate.subject import ReferenceTooLarge
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +48,7 @@ class ReleaseReference:
 
     def release(self) -> None:
         self._model = None
+        gc.collect()  # modules refer to each other in circles
 
     def logits(self, token_ids: Sequence[int]) -> np.ndarray:
         return self._array(self._forward(token_ids).logits[0])
@@ -122,12 +125,15 @@ class ReleaseReference:
         else:
             available = self.memory_bytes
         if needed > available:
-            raise DayZeroError(f"the reference does not fit the host's memory at {self.dtype}", got=format_bytes(available),
-                               want=format_bytes(needed), fix="validate on a host with more memory")  # fmt: skip
+            raise ReferenceTooLarge(f"the reference does not fit the host's memory at {self.dtype}", got=format_bytes(available),
+                                    want=format_bytes(needed), fix="validate on a host with more memory")  # fmt: skip
 
     def _load(self) -> Any:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()  # progress is the caller's to show
 
         from dayzero.model.classes import causal_class, class_config
 

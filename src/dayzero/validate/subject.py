@@ -5,15 +5,18 @@ engine, `http_subject` speaks to a server.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal, Protocol, runtime_checkable
 
 import numpy as np
+
+from dayzero.core.errors import DayZeroError
 
 
 class SubjectInfo(Protocol):
     """The facts that choose limits and inputs. `core.generation.EngineInfo` has them all.
 
-    `dtype` is the one the subject computes in, `block_tokens` the block of its prefix cache.
+    `dtype` is the one the subject computes in, `block_tokens` the block of its prefix cache. A subject may also have
+    `batch_invariant`: the same request gives the same tokens whatever else runs (see `is_batch_invariant`).
     """
 
     @property
@@ -34,6 +37,11 @@ class SubjectInfo(Protocol):
     def prefix_reuse(self) -> bool: ...
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
+
+
+def is_batch_invariant(info: SubjectInfo) -> bool:
+    """Whether the subject promises the same bits for the same request; one which says nothing promises nothing."""
+    return bool(getattr(info, "batch_invariant", False))
 
 
 class Generator(Protocol):
@@ -69,6 +77,23 @@ class HasParameters(Protocol):
     def parameters(self) -> Iterable[tuple[str, np.ndarray]]:
         """(name in the unsharded class, values widened to float32), each parameter once; tied ones may be left out."""
         ...
+
+
+class ServerRefused(DayZeroError):
+    """The server answered, but not with what was asked for."""
+
+
+@runtime_checkable
+class TextServer(Protocol):
+    """Optional: a server which tells the token ids it made of a text."""
+
+    def prompt_ids(self, kind: Literal["text", "chat"], text: str) -> list[int]:
+        """Of a plain prompt, or of a chat with one user message. Raises ServerRefused."""
+        ...
+
+
+class ReferenceTooLarge(DayZeroError):
+    """The reference does not fit into memory: nothing is shown then, but nothing is wrong either."""
 
 
 class Reference(Protocol):

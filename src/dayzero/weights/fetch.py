@@ -17,13 +17,13 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from dayzero.core.cachedir import cache_folder
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import read_json, write_text_atomic
 from dayzero.model.release import open_release
 from dayzero.weights.files import Progress, hash_file, sync_tree
 
 PROVENANCE = "SOURCE.json"
-CACHE = ".cache/dayzero"  # below the user's home
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ def fetch(name: str, out: Path, *, cache: Path | None = None, progress: Progress
             return out
         raise DayZeroError(f"{out} is in the way", got=f"a folder or file that is not {recipe.name}, whole",
                            want="a new or empty folder", fix="choose another --out or remove it")  # fmt: skip
-    wheel = _wheel(recipe, cache or Path.home() / CACHE, progress)
+    wheel = _wheel(recipe, cache or cache_folder("fetched"), progress)
     out.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:

@@ -123,6 +123,9 @@ def _load(gguf: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # progress is the caller's to show
 
     read = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
     plain = {key: _shortest(value) for key, value in read.to_dict().items() if key != "_name_or_path"}

@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from dayzero.core.cachedir import cache_folder as shared_cache_folder
+
 _FOLDER = Path(__file__).parent
 _OPERATOR_SOURCES = ("state.cpp", "linear.cpp", "attention.cpp")
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-w")
@@ -120,7 +122,7 @@ def _find_or_compile(cache_folder: Path | None, compiler: str | None) -> tuple[P
         return None, reason
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
     try:
-        folder = cache_folder or default_cache_folder()
+        folder = cache_folder or shared_cache_folder("kernels")
         folder.mkdir(parents=True, exist_ok=True)
         library = folder / f"dayzero_cpu-{_key(version)}.so"
         note = library.with_suffix(".txt")
@@ -130,24 +132,10 @@ def _find_or_compile(cache_folder: Path | None, compiler: str | None) -> tuple[P
                     reason = _compile(path, library)
                     note.write_text(reason)
         return library, note.read_text() if note.exists() else ""
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, ImportError, subprocess.SubprocessError) as error:  # ImportError: torch's build helpers want setuptools
         return None, f"compiling the CPU kernels failed: {error}"
     except _CompileError as error:
         return None, str(error)
-
-
-def default_cache_folder() -> Path:
-    """~/.cache/dayzero/kernels, or a folder of this user's own under the temporary directory when home is not writable."""
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home at all
-        folder = Path.home() / ".cache" / "dayzero" / "kernels"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            return folder
-    folder = Path(tempfile.gettempdir()) / f"dayzero-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to another user")
-    return folder
 
 
 def _key(compiler_version: str) -> str:
