@@ -239,33 +239,38 @@ def serve(store: RunStore, server: "ServerProcess", load_s: float) -> ServingRep
 
 
 def validate(store: RunStore, url: str, say: Say) -> NumericsReport:
-    """Numbers of an in-process engine on the same artifact, and tokens of the running server, against transformers."""
+    """Numbers of in-process engines on the same artifact (as served, and at float32), and the running server's tokens,
+    against transformers."""
+    import time
     from dataclasses import replace
 
-    from dayzero.runtime.load import create_engine
-    from dayzero.runtime.subject import EngineSubject
+    from dayzero.validate.engines import ask_engine, no_room_at_float32
     from dayzero.validate.http_subject import HttpSubject
-    from dayzero.validate.inputs import InputOptions, load_inputs
+    from dayzero.validate.inputs import InputOptions
+    from dayzero.validate.limits import EXACT_DTYPES
     from dayzero.validate.reference import ReleaseReference
-    from dayzero.validate.run import validate as compare
+    from dayzero.validate.run import judge
 
-    model, source = store.read("inspect", ModelDescription), source_of(store)
-    engine = create_engine(**engine_arguments(store))
-    try:
-        subject = EngineSubject(engine)
-        inputs = load_inputs(source, subject.info, options=InputOptions())
-        with HttpSubject(url) as served:
-            report = compare(
-                subject,
-                ReleaseReference(source),
-                inputs=inputs,
-                served=served,
-                layer_kinds=model.layer_kinds,
-                progress=say,
-            )
-    finally:
-        engine.close()
-    report = replace(report, inputs=store.input_hashes("validate"))
+    started, source, arguments = time.monotonic(), source_of(store), engine_arguments(store)
+    trusted = bool(option_of(store, "trust_remote_code"))
+    say("asking the engine and the server")
+    with HttpSubject(url) as served:
+        asked = ask_engine(arguments, source, options=InputOptions(trust_remote_code=trusted), served=served)
+    exact, no_exact = None, ""
+    if asked.info.dtype not in EXACT_DTYPES:
+        no_exact = no_room_at_float32(arguments, source, store.read("plan", Plan))
+        say(no_exact or "asking an engine at float32")
+        if not no_exact:
+            exact = ask_engine(arguments | {"dtype": "float32"}, source, inputs=asked.inputs, parameters=False)
+    report = judge(
+        asked,
+        ReleaseReference(source, trust_remote_code=trusted),
+        exact=exact,
+        no_exact=no_exact,
+        layer_kinds=store.read("inspect", ModelDescription).layer_kinds,
+        progress=say,
+    )
+    report = replace(report, inputs=store.input_hashes("validate"), seconds=time.monotonic() - started)
     store.write("validate", report)
     return report
 

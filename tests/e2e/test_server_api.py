@@ -81,7 +81,7 @@ def _logprob_entries(logprobs: dict[str, Any] | None) -> list[Any]:
 
 
 def test_the_official_client_works(server: ServerProcess) -> None:
-    direct = httpx.Client(trust_env=False)
+    direct = openai.DefaultHttpxClient(trust_env=False)
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, http_client=direct) as client:
         (model,) = client.models.list().data
         assert model.id == MODEL and client.models.retrieve(MODEL).id == MODEL

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dayzero.core.reports import Check, StabilityReport
+from dayzero.report.load_client import LoadClient
 from dayzero.report.memory import MemoryWatch, slope_with_interval, student_t_975
 from dayzero.report.prompts import Prompts
 from dayzero.report.soak import _growth, soak
-from dayzero.report.load_client import LoadClient
 from dayzero.report.surface import gauges, probe_interface
 from dayzero.report.text import soak_table
 from dayzero.report.traffic import Deck, default_faults

@@ -69,16 +69,16 @@ def busy_gauge(client: LoadClient) -> tuple[str, float] | None:
 
 
 def _official_client(client: LoadClient, model: str, prompt: Prompt) -> Check:
-    """The `openai` package against the server, where it is installed: it is what most users hold in their hands."""
+    """The `openai` package against the server, where it is installed: it is what most users hold in their hands.
+    Like the rest of these measurements it goes to the server itself, not to a proxy of the environment."""
     name = f"{PREFIX}official openai client"
     if importlib.util.find_spec("openai") is None:
         return Check(name=name, verdict="not_shown", value=None, limit=None, required=False,
                      detail="openai is not installed here")  # fmt: skip
-    import httpx
     import openai
 
     official = openai.OpenAI(base_url=f"{client.url}{client.prefix}/v1", api_key=client.api_key or "none", max_retries=0,
-                             timeout=client.timeout_s, http_client=httpx.Client(trust_env=False))  # no proxy  # fmt: skip
+                             timeout=client.timeout_s, http_client=openai.DefaultHttpxClient(trust_env=False))  # fmt: skip
     try:
         reply: Any = official.completions.create(model=model, prompt=prompt, max_tokens=4, temperature=0)
         verdict: Verdict = "pass" if reply.choices and reply.usage and reply.usage.completion_tokens >= 0 else "fail"

@@ -24,7 +24,16 @@ from dayzero.runtime.engine import Engine
 from dayzero.runtime.flat import FlatRunner
 from dayzero.runtime.native import NativeRunner
 from dayzero.runtime.paged import PagedRunner
-from dayzero.runtime.proof import BLOCK_TOKENS, Proof, proof_sequences, prove, replay, uncached_logits
+from dayzero.runtime.proof import (
+    BLOCK_TOKENS,
+    MAX_LOGIT_ERROR,
+    Proof,
+    appending_error,
+    proof_sequences,
+    prove,
+    replay,
+    uncached_logits,
+)
 from dayzero.runtime.runner import LoadedModel, Runner
 from dayzero.runtime.weights_in import load_module, release_config
 
@@ -201,6 +210,14 @@ def prove_tiers(tiny: LoadedModel, spec: EngineSpec, make_state: Callable[[], Pa
         proofs.append(prove(partial(make, tiny, True), tier, references, sequences))
         if proofs[-1].passed:
             return TierChoice(make=lambda model, make=make: make(model, False), proofs=tuple(proofs))  # type: ignore[misc]
+    drift = appending_error(tiny.module, sequences[1], tiny.device)
+    if drift > MAX_LOGIT_ERROR:
+        raise DayZeroError(
+            "the model's own forward is not causal",
+            got=f"earlier logits change by {drift:.2g} when tokens are appended, without any cache",
+            want="logits that do not depend on later tokens",
+            fix="none: no engine can generate with it step by step; see the model's own code",
+        )
     raise DayZeroError(
         "no way of running this model was shown to be right",
         got="; ".join(f"{proof.tier}: {proof.reason}" for proof in proofs),

@@ -98,7 +98,8 @@ class NativeRunner:
             history = self._tokens.setdefault(slot, [])
             history += tokens
             ids = torch.tensor([history], device=device)
-            return module(input_ids=ids, use_cache=False).logits[0, start:]
+            with attention_implementation(module, "eager"):  # the very forward that is the definition of right
+                return module(input_ids=ids, use_cache=False).logits[0, start:]
         ids = torch.tensor([list(tokens)], device=device)
         positions = torch.arange(start, context_len, device=device)
         known = self._caches.get(slot)

@@ -43,6 +43,14 @@ def uncached_logits(module: nn.Module, tokens: Sequence[int], device: torch.devi
         return module(input_ids=torch.tensor([list(tokens)], device=device), use_cache=False).logits[0].float().cpu()
 
 
+@torch.no_grad()
+def appending_error(module: nn.Module, tokens: Sequence[int], device: torch.device) -> float:
+    """How much the logits of a prefix change when the rest of the sequence is appended: 0 for a causal model."""
+    half = len(tokens) // 2
+    short, long = uncached_logits(module, tokens[:half], device), uncached_logits(module, tokens, device)
+    return float((short - long[:half]).abs().max())
+
+
 def replay(
     runner: Runner,
     sequences: Sequence[Sequence[int]],

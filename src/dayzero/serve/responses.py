@@ -92,8 +92,8 @@ class Responder:
         options = self._request.options
         result = []
         if begins and self._is_chat:
-            first = {"index": piece.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            result.append(self._chunk(first) | self._chat_prompt_ids())
+            result.append(self._chunk({"index": piece.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None,
+                                       "finish_reason": None}) | self._chat_prompt_ids())  # fmt: skip
         text = (self._echo(piece.index) if begins else "") + piece.text
         wanted = options.return_token_ids or options.sampling.top_logprobs is not None
         if not (text or wanted or piece.finish_reason):

@@ -65,17 +65,19 @@ def agreement(path: Path, tie_gap: float) -> Agreement:
                      wrong=tuple(int(place) for place in np.flatnonzero(differs & (path.regret >= tie_gap))))  # fmt: skip
 
 
-def first_difference(got: Sequence[int], path: Path, tie_gap: float) -> int | None:
-    """First place where another answer leaves `path.token_ids`, if that is before the first near-tie; else None.
-
-    An answer that is too short differs where it ends.
-    """
+def first_tie(path: Path, tie_gap: float) -> int:
+    """The first place where the reference's two best logits are closer than `tie_gap`; the length where there is none."""
     ties = np.flatnonzero(path.gap < tie_gap)
-    limit = int(ties[0]) if len(ties) else len(path.token_ids)
-    for place, token in enumerate(path.token_ids[:limit]):
+    return int(ties[0]) if len(ties) else len(path.token_ids)
+
+
+def first_difference(got: Sequence[int], want: Sequence[int], limit: int) -> int | None:
+    """First place before `limit` where `got` leaves `want`, else None. An answer that is too short differs where it ends; one
+    that is too long where the other ends, if that is compared whole."""
+    for place, token in enumerate(want[:limit]):
         if place >= len(got) or got[place] != token:
             return place
-    return None
+    return len(want) if limit == len(want) and len(got) > len(want) else None
 
 
 def malformed(answer: Sequence[int], vocab_size: int, max_tokens: int) -> str | None:

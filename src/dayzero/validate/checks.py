@@ -1,11 +1,12 @@
 """Measured errors and a `Regime` in, one `Check` each out. Pure functions: nothing runs a model here."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from dayzero.core.reports import Check, LayerError, Verdict
-from dayzero.validate.answers import Path, agreement, first_difference
+from dayzero.validate.answers import Path, agreement, first_difference, first_tie
 from dayzero.validate.compare import Comparison, compare
 from dayzero.validate.positions import PositionErrors
 from dayzero.validate.regime import Regime
@@ -13,6 +14,8 @@ from dayzero.validate.regime import Regime
 # Position of the joined scored texts -> where a person finds it.
 Locate = Callable[[int], str]
 
+# A token check that could have failed for fewer of its tokens than this shows nothing.
+MIN_COMPARED_SHARE = 0.1
 INTERVAL_SIGMAS = 1.96  # half-width of a 95 % interval of a normal distribution
 
 
@@ -130,13 +133,15 @@ def check_answers(regime: Regime, name: str, paths: Sequence[Path], prompts: Seq
     cut, allowed = sum(f.cut for f in found), regime.num_excused(num_tokens)
     tie = f"{regime.tie_gap:.3g}"
     best, num_cut = sum(f.best for f in found), sum(f.cut > 0 for f in found)
-    detail = (f"{num_tokens} tokens of {len(found)} answers, {best} of them the reference's best; {num_tokens - cut} compared "
-              f"one by one, {cut} cut after a tie of the reference (two best closer than {tie}; in {num_cut} "
-              f"answers), where a token only has to be within {tie} of the best")  # fmt: skip
+    detail = (f"{num_tokens - cut} of {num_tokens} tokens compared one by one, in {len(found)} answers; {cut} cut after a tie "
+              f"of the reference (two best closer than {tie}; in {num_cut} answers), where a token only has to be within "
+              f"{tie} of the best; {best} are the reference's best")  # fmt: skip
     blind = float(np.mean(np.concatenate([path.blind_regret for path in paths])))
     if wrong <= allowed and regime.tie_gap >= blind:
         return not_shown(name, f"at {regime.dtype} the reference cannot tell a right token from a guess: its own error can "
                                f"bridge {tie}, a blind guess costs {blind:.3g}; {detail}")  # fmt: skip
+    if wrong <= allowed and too_few(num_tokens - cut, num_tokens):
+        return not_shown(name, f"too few tokens could have failed: {detail}")
     where = ""
     if wrong:
         index = next(i for i, f in enumerate(found) if f.wrong)
@@ -147,21 +152,50 @@ def check_answers(regime: Regime, name: str, paths: Sequence[Path], prompts: Seq
     return Check(name=name, verdict=_verdict(wrong <= allowed), value=wrong, limit=allowed, where=where, detail=detail)
 
 
-def check_repeats(regime: Regime, name: str, repeats: Sequence[tuple[str, Path, Sequence[Sequence[int]]]], what: str) -> Check:
-    """Other answers to the same prompts (label, path of the first answer, the others) leave it at a tie only."""
-    num_tokens = wrong = same = 0
+def too_few(compared: int, num_tokens: int) -> bool:
+    return compared == 0 or compared < MIN_COMPARED_SHARE * num_tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Repeat:
+    """Answers to one prompt: the first, and others which must be the same. `path` is the reference's view of the first; only
+    a comparison with ties needs it."""
+
+    label: str
+    first: tuple[int, ...]
+    others: tuple[tuple[int, ...], ...]
+    path: Path | None
+
+
+def check_repeats(name: str, repeats: Sequence[Repeat], what: str, *, regime: Regime | None) -> Check:
+    """Other answers to the same prompts leave the first at a tie of the reference only; without a `regime` (for an engine
+    that promises the same bits) nowhere at all. An answer that is equal is compared whole, another up to the first tie."""
+    num_tokens = compared = wrong = same = 0
     where = ""
-    for label, path, others in repeats:
-        for number, other in enumerate(others):
-            num_tokens += len(path.token_ids)
-            same += tuple(other) == path.token_ids
-            if (place := first_difference(other, path, regime.tie_gap)) is not None:
+    for repeat in repeats:
+        for number, other in enumerate(repeat.others):
+            num_tokens += len(repeat.first)
+            if other == repeat.first:
+                same, compared = same + 1, compared + len(repeat.first)
+                continue
+            if regime is None:
+                limit = len(repeat.first)
+            else:
+                assert repeat.path is not None
+                limit = first_tie(repeat.path, regime.tie_gap)
+            compared += limit
+            if (place := first_difference(other, repeat.first, limit)) is not None:
                 wrong += 1
                 got = other[place] if place < len(other) else "nothing"
-                where = where or f"{label}, {what} {number + 1}, token {place}: got {got}, want {path.token_ids[place]}"
-    allowed = regime.num_excused(num_tokens)
-    total = sum(len(others) for _, _, others in repeats)
-    detail = f"{same} of {total} answers equal token for token, {wrong} differ before a tie of the reference"
+                want = repeat.first[place] if place < len(repeat.first) else "nothing"
+                where = where or f"{repeat.label}, {what} {number + 1}, token {place}: got {got}, want {want}"
+    allowed = 0 if regime is None else regime.num_excused(num_tokens)
+    total = sum(len(repeat.others) for repeat in repeats)
+    rule = "exactly, for the engine promises the same bits" if regime is None else "up to the first tie of the reference"
+    detail = f"{compared} of {num_tokens} tokens compared, {rule}; {same} of {total} answers equal token for token"
+    detail += f", {wrong} differ" + ("" if regime is None else " before a tie")
+    if wrong <= allowed and too_few(compared, num_tokens):
+        return not_shown(name, f"too few tokens could have failed: {detail}")
     return Check(name=name, verdict=_verdict(wrong <= allowed), value=wrong, limit=allowed, where=where, detail=detail)
 
 

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dayzero.core.errors import DayZeroError
+from dayzero.core.names import TOKENIZER_FILES
 from dayzero.core.records import read_json
 from dayzero.validate.subject import SubjectInfo
 
@@ -24,9 +25,6 @@ SAMPLE_PROMPTS = (
     "Write the first five prime numbers.",
     "A train leaves at nine and arrives at noon. How long is the journey?",
 )
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "spiece.model", "tiktoken.model",
-)  # fmt: skip
 # Logits of the scored tokens are held twice in float32; larger vocabularies score fewer tokens.
 MAX_LOGIT_BYTES = 256 * 2**20
 
@@ -54,6 +52,15 @@ class TokenText:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Encoding:
+    """A text, how it is sent, and the tokens which the release's own tokenizer makes of it."""
+
+    kind: Literal["text", "chat"]
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
     texts: tuple[TokenText, ...]  # scored; the first is long
     samples: tuple[TokenText, ...]
@@ -62,6 +69,8 @@ class Inputs:
     options: InputOptions
     source: str  # where the tokens come from, in words
     decode: Callable[[Sequence[int]], str]
+    encodings: tuple[Encoding, ...] = ()
+    not_encoded: str = ""  # which kinds of encodings there are none of, and why
 
 
 def load_inputs(
@@ -84,11 +93,16 @@ def load_inputs(
         texts = tuple(TokenText(text=f"random {name}", token_ids=_drawn(rng, pool, size)) for name, size in shares.items())
         samples = tuple(TokenText(text="", token_ids=_drawn(rng, pool, 12 + 7 * i)) for i in range(len(prompts)))
         source, decode = f"random token ids, seed {options.seed} (the release has no tokenizer)", _ids_as_text
+        encodings: list[Encoding] = []
+        not_encoded = "the release has no tokenizer"
     else:
         encoded = {name: _encode(tokenizer, bundled_text(name)) for name in TEXTS}
         pool = [token for token in encoded["prose"] if token not in set(tokenizer.all_special_ids)]
         texts = tuple(TokenText(text=name, token_ids=tuple(encoded[name][:size])) for name, size in shares.items())
-        samples, how = _sample_prompts(tokenizer, prompts)
+        encodings, not_encoded = _encodings(tokenizer, prompts)
+        chats = [encoding for encoding in encodings if encoding.kind == "chat"]
+        samples = tuple(TokenText(text=e.text, token_ids=e.token_ids) for e in chats or encodings)
+        how = "through the chat template" if chats else f"as plain text ({not_encoded})"
         source, decode = f"bundled texts; sample prompts {how}", tokenizer.decode
     top = max(token for text in (*texts, *samples) for token in text.token_ids)
     if top >= info.vocab_size:
@@ -105,6 +119,8 @@ def load_inputs(
         options=options,
         source=source,
         decode=decode,
+        encodings=tuple(e for e in encodings if len(e.token_ids) < room),  # a server refuses longer ones
+        not_encoded=not_encoded,
     )
 
 
@@ -150,20 +166,22 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return [int(token) for token in tokenizer(text)["input_ids"]]
 
 
-def _sample_prompts(tokenizer: Any, prompts: Sequence[str]) -> tuple[tuple[TokenText, ...], str]:
-    """Through the chat template where the release has one; a template that refuses a lone user message is said to."""
+def _encodings(tokenizer: Any, prompts: Sequence[str]) -> tuple[list[Encoding], str]:
+    """As plain text, and through the chat template where the release has one that takes a lone user message."""
     from jinja2 import TemplateError
 
-    how, encoded = "as plain text", [_encode(tokenizer, prompt) for prompt in prompts]
-    if getattr(tokenizer, "chat_template", None):
+    plain = [Encoding(kind="text", text=prompt, token_ids=tuple(_encode(tokenizer, prompt))) for prompt in prompts]
+    if not getattr(tokenizer, "chat_template", None):
+        return plain, "the release has no chat template"
+    chats = []
+    for prompt in prompts:
+        message = {"role": "user", "content": prompt}
         try:
-            messages = [[{"role": "user", "content": prompt}] for prompt in prompts]
-            chats = [tokenizer.apply_chat_template(m, add_generation_prompt=True, tokenize=False) for m in messages]
-            encoded = [[int(t) for t in tokenizer(chat, add_special_tokens=False)["input_ids"]] for chat in chats]
-            how = "through the chat template"
+            found = tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=True, return_dict=True)
         except TemplateError as error:
-            how = f"as plain text (the chat template refused: {error})"
-    return tuple(TokenText(text=p, token_ids=tuple(ids)) for p, ids in zip(prompts, encoded, strict=True)), how
+            return plain, f"the chat template refused a lone user message: {error}"
+        chats.append(Encoding(kind="chat", text=prompt, token_ids=tuple(int(token) for token in found["input_ids"])))
+    return [*plain, *chats], ""
 
 
 def _reserved_ids(folder: Path) -> Iterator[int]:

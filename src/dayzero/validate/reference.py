@@ -119,14 +119,15 @@ class ReleaseReference:
                                fix="validate against the release it was made from")  # fmt: skip
         needed = num_stored_elements(self.folder) * DTYPE_BITS[self.dtype] // 8 + WORKING_BYTES
         if self.memory_bytes is None:
-            import psutil
+            from dayzero.devices.host import host_memory
 
-            available = int(psutil.virtual_memory().available)
+            available = host_memory().available_bytes
         else:
             available = self.memory_bytes
         if needed > available:
-            raise ReferenceTooLarge(f"the reference does not fit the host's memory at {self.dtype}", got=format_bytes(available),
-                                    want=format_bytes(needed), fix="validate on a host with more memory")  # fmt: skip
+            raise ReferenceTooLarge(f"the reference does not fit the host's memory at {self.dtype}",
+                                    got=format_bytes(available), want=format_bytes(needed),
+                                    fix="validate on a host with more memory")  # fmt: skip
 
     def _load(self) -> Any:
         import torch
