@@ -268,11 +268,11 @@ def share_regions(module: Any) -> None:
             weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes]
             joined = module.graph.call_function(several, (x, weights, biases, nodes[0].args[3]))
             joined.meta["val"] = [node.meta["val"] for node in nodes]
-            for index, node in enumerate(nodes):
-                part = module.graph.call_function(operator.getitem, (joined, index))
-                part.meta["val"] = node.meta["val"]
-                node.replace_all_uses_with(part)
-                module.graph.erase_node(node)
+            parts = [module.graph.call_function(operator.getitem, (joined, index)) for index in range(len(nodes))]
+        for node, part in zip(nodes, parts, strict=True):
+            part.meta["val"] = node.meta["val"]
+            node.replace_all_uses_with(part)
+            module.graph.erase_node(node)
     module.graph.lint()
     module.recompile()
 
