@@ -269,6 +269,7 @@ def adapt(
         plan=inputs.given(devices=devices, context=context, concurrency=concurrency, memory_fraction=memory_fraction) or None,
         device=device, dtype=dtype,
     )  # fmt: skip
+    pipeline.stages_until(until)  # a misspelt stage must not leave a run folder
     store = pipeline.open_run(
         path,
         load_target(target),

@@ -77,11 +77,16 @@ def versions() -> dict[str, str]:
     return found
 
 
-def run(store: RunStore, *, until: str, resume: bool, say: Say) -> None:
-    """Run every stage up to `until`. Raises Infeasible when the plan does not fit."""
+def stages_until(until: str) -> list[str]:
+    """The stages up to and with `until`. Raises DayZeroError when there is no such stage."""
     if until not in STAGES:
         raise DayZeroError("unknown stage", got=until, want=", ".join(STAGES), fix="give --until one of these")
-    wanted = list(STAGES)[: list(STAGES).index(until) + 1]
+    return list(STAGES)[: list(STAGES).index(until) + 1]
+
+
+def run(store: RunStore, *, until: str, resume: bool, say: Say) -> None:
+    """Run every stage up to `until`. Raises Infeasible when the plan does not fit."""
+    wanted = stages_until(until)
     for stage in [stage for stage in OFFLINE if stage in wanted]:
         if not _kept(store, stage, resume, say):
             started = time.monotonic()
@@ -121,7 +126,7 @@ def _run_served(store: RunStore, wanted: list[str], resume: bool, say: Say) -> N
 
 
 def _kept(store: RunStore, stage: str, resume: bool, say: Say) -> bool:
-    if not (resume and store.is_valid(stage)):
+    if not (resume and store.is_valid(stage)) or (stage == "convert" and not stages.has_artifact(store)):
         return False
     say(f"{stage}: kept from before")
     return True

@@ -144,6 +144,11 @@ def artifact_of(store: RunStore) -> Path:
     return (store.folder / store.read("convert", WeightsReport).artifact).resolve()
 
 
+def has_artifact(store: RunStore) -> bool:
+    """Whether the artifact that the record speaks of is still there: it lives outside the run folder."""
+    return (artifact_of(store) / "layout.json").is_file()
+
+
 def engine_arguments(store: RunStore) -> dict[str, Any]:
     """What an engine process needs to load this run's artifact: the fields of a runtime EngineSpec."""
     model, made = store.read("inspect", ModelDescription), store.read("plan", Plan)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,14 +131,14 @@ def make_workload(folder: Path, **fields: Any) -> Path:
     return path
 
 
-def make_target(folder: Path, *, memory_bytes: int = 8 * GIB, name: str = "bench-top") -> Path:
+def make_target(folder: Path, *, memory_bytes: int = 8 * GIB, num_cards: int = 1, name: str = "bench-top") -> Path:
     """A hardware file for this machine's processor: nothing is measured, so that a command costs seconds less."""
     path = folder / f"{name}.yaml"
     target = {
         "schema": "dayzero.target/1", "id": name, "vendor": "a test",
         "card": {"memory_bytes": memory_bytes, "memory_bytes_per_s": 1e10, "flops_per_s": {"float32": 1e11, "bfloat16": 1e11},
                  "native_dtypes": ["float32", "bfloat16"]},
-        "node": {"num_cards": 1}, "software": {"torch_device": "cpu"},
+        "node": {"num_cards": num_cards, "link_bytes_per_s": 1e9}, "software": {"torch_device": "cpu"},
     }  # fmt: skip
     path.write_text(yaml.safe_dump(target))
     return path
@@ -161,6 +164,39 @@ def files_in(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*")) if folder.exists() else []
 
 
-def settle_s() -> None:
-    """Long enough for a file written now to have another modification time than one written before."""
-    time.sleep(0.02)
+def make_large_checkpoint(tiny: Path, folder: Path, *, vocab_size: int = 1_500_000) -> Path:
+    """A copy of a tiny release whose embedding and head have this many rows: what is written takes seconds."""
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    shutil.copytree(tiny, folder)
+    old = json.loads((folder / "config.json").read_text())["vocab_size"]
+    edit_json(folder / "config.json", vocab_size=vocab_size)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    for shard in sorted(set(index["weight_map"].values())):
+        with safe_open(folder / shard, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+        large = {
+            name: torch.zeros(vocab_size, tensor.shape[1], dtype=tensor.dtype) if tensor.shape[0] == old else tensor
+            for name, tensor in tensors.items()
+        }
+        save_file(large, folder / shard, metadata={"format": "pt"})
+    return folder
+
+
+def dayzero_here(*arguments: Any) -> Ended:
+    """A command in this process, through the same way out: the same exit status and output, without seconds of imports."""
+    from dayzero import cli, endings
+
+    out, err, before, on_term = io.StringIO(), io.StringIO(), sys.argv, signal.getsignal(signal.SIGTERM)
+    sys.argv = ["dayzero", *map(str, arguments)]
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            endings.run(cli.app)
+    except SystemExit as ended:
+        assert isinstance(ended.code, int), ended.code
+        return Ended(status=ended.code, stdout=out.getvalue(), stderr=err.getvalue())
+    finally:
+        sys.argv = before
+        signal.signal(signal.SIGTERM, on_term)

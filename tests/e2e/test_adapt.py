@@ -38,6 +38,7 @@ from tests.e2e.builders import (
     dayzero,
     edit_json,
     files_in,
+    make_large_checkpoint,
     make_target,
     make_workload,
     modified,
@@ -134,8 +135,11 @@ def assert_right(serving: ServingReport, report: NumericsReport) -> None:
     failed = [check for check in (*serving.checks, *report.checks) if check.required and check.verdict != "pass"]
     assert serving.verdict == report.verdict == "pass", failed
     verdicts = {check.name: check.verdict for check in report.checks}
-    assert verdicts["greedy_tokens"] == verdicts["greedy_tokens_concurrent"] == verdicts["served_equals_engine"] == "pass"
-    assert verdicts["prefix_reuse_equal"] == ("pass" if serving.engine["prefix_reuse"] else "not_shown")
+    # In a reduced dtype most answers of random weights are ties: there the same weights in float32 decide.
+    decided = "float32: " if any(name.startswith("float32: ") for name in verdicts) else ""
+    assert verdicts["served_equals_engine"] == "pass"
+    assert verdicts[f"{decided}greedy_tokens"] == verdicts[f"{decided}greedy_tokens_concurrent"] == "pass"
+    assert verdicts[f"{decided}prefix_reuse_equal"] == ("pass" if serving.engine["prefix_reuse"] else "not_shown")
     if serving.engine["tier"] != "T2":
         assert serving.fallbacks, "a lower tier without a reason"
 
@@ -193,7 +197,9 @@ def test_a_run_ends_with_every_record(adapted: tuple[Path, dict[str, Any], str])
         assert getattr(read, "inputs", {}).keys() <= {"inputs", *STAGES}
         assert store.is_valid(stage), stage
     assert json.loads((folder / "0_inputs.json").read_text())["schema"] == "dayzero.inputs/1"
-    assert {name: value for name, value in printed.items() if name != "run"} == json.loads((folder / "acceptance.json").read_text())
+    assert {name: value for name, value in printed.items() if name != "run"} == json.loads(
+        (folder / "acceptance.json").read_text()
+    )
     assert [one["name"] for one in printed["dimensions"]] == [
         "functional correctness", "performance", "stability", "ecosystem completeness",
     ]  # fmt: skip
@@ -215,7 +221,9 @@ def test_the_report_needs_no_network(adapted: tuple[Path, dict[str, Any], str]) 
     assert "llama" in html and "<svg" in html
 
 
-def test_a_finished_run_is_kept_as_it_is(adapted: tuple[Path, dict[str, Any], str], place: Path, tiny_checkpoint: Checkpoint) -> None:
+def test_a_finished_run_is_kept_as_it_is(
+    adapted: tuple[Path, dict[str, Any], str], place: Path, tiny_checkpoint: Checkpoint
+) -> None:
     folder, printed, _ = adapted
     before = modified(folder)
     again = dayzero(*adapt_arguments(place, tiny_checkpoint("llama"), "--resume"))
@@ -274,11 +282,12 @@ def test_a_folder_without_tokenizer_is_served_with_ids(others: dict[str, Running
 
 
 def test_a_conversion_cut_off_leaves_nothing_half_done(place: Path, tiny_checkpoint: Checkpoint) -> None:
-    source = tiny_checkpoint("llama", vocab_size=1_500_000)
+    source = make_large_checkpoint(tiny_checkpoint("llama"), place / "large")
     arguments = [*adapt_arguments(place, source, "--until", "convert"), "--runs", place / "cut"]
-    artifacts, run = place / "cut" / "artifacts", place / "cut" / "llama@bench-top"
-    for number, status, more in ((signal.SIGKILL, -signal.SIGKILL, []), (signal.SIGINT, 130, ["--resume"])):
+    artifacts, run = place / "cut" / "artifacts", place / "cut" / "large@bench-top"
+    for number, status, more in ((signal.SIGINT, 130, []), (signal.SIGKILL, -signal.SIGKILL, ["--resume"])):
         with Running(place, *arguments, *more) as running:
+            running.wait_for_line("plan: kept from before" if more else "plan: done")
             running.wait_for(lambda: any(artifacts.glob(".*.partial/rank-*/*")), "weights on the disk")
             assert running.signal(number).status == status
             assert_nothing_left(running)
@@ -289,6 +298,7 @@ def test_a_conversion_cut_off_leaves_nothing_half_done(place: Path, tiny_checkpo
     assert json.loads((run / "3_weights.json").read_text())["verified"]
     assert len(list(artifacts.iterdir())) == 1 and not list(artifacts.rglob("*.partial"))
     shutil.rmtree(place / "cut")
+    shutil.rmtree(source)
 
 
 # -- where it stops, and why -----------------------------------------------------------------------------------------
@@ -298,7 +308,11 @@ def test_until_plan_stops_there(place: Path, tiny_checkpoint: Checkpoint, tmp_pa
     ended = dayzero(*adapt_arguments(place, tiny_checkpoint("qwen3_next"), "--until", "plan"), "--runs", tmp_path)
     assert ended.status == 0, ended.stderr
     assert (ended.json["until"], ended.json["schema"]) == ("plan", "dayzero.run/1")
-    assert [file.name for file in sorted(Path(ended.json["run"]).glob("*.json"))] == ["0_inputs.json", "1_model.json", "2_plan.json"]
+    assert [file.name for file in sorted(Path(ended.json["run"]).glob("*.json"))] == [
+        "0_inputs.json",
+        "1_model.json",
+        "2_plan.json",
+    ]
     assert not (tmp_path / "artifacts").exists()
 
 
@@ -365,7 +379,9 @@ def test_a_multimodal_model_is_served_as_text(servers: ServersAhead, place: Path
         assert refused.status_code == 400 and "messages" in str(refused.json()["error"]["param"]), refused.text
 
 
-def test_a_type_without_class_is_refused_before_it_is_converted(place: Path, tiny_checkpoint: Checkpoint, tmp_path: Path) -> None:
+def test_a_type_without_class_is_refused_before_it_is_converted(
+    place: Path, tiny_checkpoint: Checkpoint, tmp_path: Path
+) -> None:
     source = tmp_path / "unknown"
     shutil.copytree(tiny_checkpoint("llama"), source)
     edit_json(source / "config.json", model_type="not_yet_known", architectures=["NotYetKnownForCausalLM"])

@@ -28,6 +28,7 @@ from dayzero.model.classes import find_layers
 from dayzero.validate.inputs import InputOptions, Inputs, load_inputs
 from dayzero.validate.reference import ReleaseReference
 from dayzero.validate.run import validate
+from dayzero.validate.subject import ServerRefused
 
 OPTIONS = InputOptions(scored_tokens=96, sample_tokens=8, concurrent_tokens=6, reuse_tokens=4, layer_tokens=24)
 # The cached path is the test's subject, under whatever name transformers takes its cache.
@@ -47,7 +48,7 @@ class CachedSubject:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self.info = SimpleNamespace(
             model=folder.name, device="cpu", dtype=dtype, vocab_size=self.model.config.get_text_config().vocab_size,
-            context_tokens=256, capacity_tokens=256, block_tokens=16, prefix_reuse=True, stop_token_ids=(1,),
+            context_tokens=256, capacity_tokens=256, block_tokens=16, prefix_reuse=True, stop_token_ids=(1,), folder=folder,
         )  # fmt: skip
         self.change_logits: Logits = unchanged
         self.change_answer: Callable[[list[int]], list[int]] = list
@@ -101,7 +102,16 @@ class CachedSubject:
 
 
 class FullSubject(CachedSubject):
-    """Shows its parameters too."""
+    """Shows its parameters too, and as a server the tokens it makes of a text."""
+
+    change_prompt: Callable[[list[int]], list[int]] = list
+
+    def prompt_ids(self, kind: str, text: str) -> list[int]:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(self.info.folder)
+        if kind == "text":
+            return self.change_prompt(tokenizer.encode(text))
+        chat = tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=False)
+        return self.change_prompt(tokenizer.encode(chat, add_special_tokens=False))
 
     def parameters(self) -> Any:
         return ((name, p.detach().float().numpy()) for name, p in self.model.named_parameters())
@@ -115,10 +125,13 @@ class Case:
     kinds: tuple[LayerKind, ...] = ()
     served: Any = None
     reference: Any = field(default=None)
+    exact: Any = None
 
     def report(self) -> NumericsReport:
         reference = self.reference or ReleaseReference(self.folder)
-        return validate(self.subject, reference, inputs=self.inputs, served=self.served, layer_kinds=self.kinds)
+        return validate(
+            self.subject, reference, inputs=self.inputs, served=self.served, exact=self.exact, layer_kinds=self.kinds
+        )
 
     def checks(self) -> dict[str, Check]:
         return {check.name: check for check in self.report().checks}
@@ -129,13 +142,17 @@ def make_case(tiny_checkpoint: Callable[..., Path]) -> Callable[..., Case]:
     def make(model_type: str = "llama", dtype: str = "float32", cls: type[CachedSubject] = CachedSubject) -> Case:
         folder = tiny_checkpoint(model_type, dtype="bfloat16")
         subject = cls(folder, dtype)
-        return Case(folder=folder, inputs=load_inputs(folder, subject.info, options=OPTIONS), subject=subject)
+        inputs = load_inputs(folder, subject.info, options=OPTIONS)
+        return Case(folder=folder, inputs=inputs, subject=subject, exact=cls(folder) if dtype != "float32" else None)
 
     return make
 
 
 NAMES = ["parameters_bitwise", "layer_error", "logits_max_abs", "kl_divergence", "top1_agreement", "perplexity",
-         "greedy_tokens", "greedy_tokens_concurrent", "prefix_reuse_equal", "served_equals_engine"]  # fmt: skip
+         "greedy_tokens", "greedy_tokens_concurrent", "prefix_reuse_equal", "served_equals_engine",
+         "tokenizer_equal"]  # fmt: skip
+EXACT_NAMES = ["float32: layer_error", "float32: logits_max_abs", "float32: greedy_tokens",
+               "float32: greedy_tokens_concurrent", "float32: prefix_reuse_equal"]  # fmt: skip
 
 
 def assert_only_failing(checks: dict[str, Check], *names: str) -> None:
@@ -172,6 +189,31 @@ def test_a_right_engine_passes_in_bfloat16_by_the_reference_s_own_error(
     assert checks["logits_max_abs"].value > 1e-3, "an absolute limit would have judged the dtype"
     assert all(layer.reference_relative > 1e-4 and layer.kind == "all" for layer in report.layers)
     assert ("selection" in checks["logits_max_abs"].detail) == (model_type == "mixtral")
+    assert [name for name in checks if name.startswith("float32: ")] == EXACT_NAMES
+    for name in EXACT_NAMES:
+        assert checks[name].required and checks[name].verdict == "pass", checks[name]
+    for name in ("greedy_tokens", "greedy_tokens_concurrent", "prefix_reuse_equal"):
+        assert not checks[name].required and "the float32 checks decide" in checks[name].detail
+    assert "48 of 48 tokens compared" in checks["float32: greedy_tokens_concurrent"].detail
+
+
+def test_a_reduced_dtype_without_a_float32_pass_is_never_a_pass(make_case: Callable[..., Case]) -> None:
+    case = make_case("llama", "bfloat16")
+    case.exact = None
+    report = case.report()
+    assert report.verdict == "not_shown"
+    assert [c.name for c in report.checks if c.required and c.verdict == "not_shown"] == EXACT_NAMES
+
+
+def test_a_fault_that_a_reduced_dtype_hides_is_caught_at_float32(make_case: Callable[..., Case]) -> None:
+    """A weight off by a thousandth: within the error of bfloat16, not of float32."""
+    case = make_case("llama", "bfloat16")
+    for subject in (case.subject, case.exact):
+        with torch.no_grad():
+            find_layers(subject.model)[1][1].mlp.down_proj.weight.mul_(1.001)
+    case.exact.change_answer = lambda answer: [*answer[:3], (answer[3] + 1) % 256, *answer[4:]]
+    assert_only_failing(case.checks(), "float32: layer_error", "float32: greedy_tokens", "float32: greedy_tokens_concurrent",
+                        "float32: prefix_reuse_equal")  # fmt: skip
 
 
 def test_bfloat16_limits_still_catch_a_fault(make_case: Callable[..., Case]) -> None:
@@ -296,6 +338,53 @@ def test_kv_02_another_answer_from_the_cache_is_caught(make_case: Callable[..., 
     checks = case.checks()
     assert_only_failing(checks, "prefix_reuse_equal")
     assert "repeat 2, token 2" in checks["prefix_reuse_equal"].where and checks["prefix_reuse_equal"].value == 4
+    assert "32 of 32 tokens compared" in checks["prefix_reuse_equal"].detail
+
+
+def test_who_promises_the_same_bits_is_held_to_them(make_case: Callable[..., Case]) -> None:
+    """In bfloat16 the last token of an answer may be another one by the tie rule, not by the promise."""
+    case = make_case("llama", "bfloat16")
+    case.served = CachedSubject(case.folder, "bfloat16")
+    case.served.change_answer = lambda answer: [*answer[:-1], (answer[-1] + 1) % 256]
+    by_ties = case.checks()["served_equals_engine"]
+    assert by_ties.value < 11 and "up to the first tie" in by_ties.detail
+    case.subject.info.batch_invariant = True
+    checks = case.checks()
+    assert_only_failing(checks, "served_equals_engine")
+    assert checks["served_equals_engine"].value == 11 and "72 of 72 tokens" in checks["served_equals_engine"].detail
+    assert checks["prefix_reuse_equal"].required and checks["prefix_reuse_equal"].verdict == "pass"
+
+
+@pytest.mark.parametrize("broken", [lambda ids: [0, *ids], lambda ids: ids[:-1]])
+def test_a_server_that_makes_other_tokens_of_a_text_is_caught(
+    make_case: Callable[..., Case], broken: Callable[[list[int]], list[int]]
+) -> None:
+    case = make_case()
+    case.served = FullSubject(case.folder)
+    case.served.change_prompt = broken
+    check = case.checks()["tokenizer_equal"]
+    assert check.verdict == "fail" and check.required and check.value == 6 and check.where.startswith("text: In one")
+
+    def refuse(kind: str, text: str) -> list[int]:
+        raise ServerRefused("no such template", got="400")
+
+    case.served.prompt_ids = refuse
+    assert "no such template" in case.checks()["tokenizer_equal"].detail
+    case.inputs = replace(case.inputs, encodings=(), not_encoded="the release has no tokenizer")
+    check = case.checks()["tokenizer_equal"]
+    assert check.verdict == "not_shown" and not check.required
+
+
+def test_a_reference_that_does_not_fit_shows_nothing_and_raises_nothing(make_case: Callable[..., Case]) -> None:
+    case = make_case("llama", "bfloat16")
+    case.reference = ReleaseReference(case.folder, memory_bytes=2**20)
+    case.served = FullSubject(case.folder, "bfloat16")
+    case.subject.info.batch_invariant = True
+    report = case.report()
+    assert report.verdict == "not_shown" and [c.name for c in report.checks] == [*NAMES, *EXACT_NAMES]
+    shown = {c.name: c.verdict for c in report.checks if c.verdict != "not_shown"}
+    assert shown == {"served_equals_engine": "pass", "tokenizer_equal": "pass"}
+    assert all("does not fit" in c.detail for c in report.checks if c.name not in shown)
 
 
 def test_a_server_that_serves_something_else_is_caught(make_case: Callable[..., Case]) -> None:
@@ -312,8 +401,10 @@ def test_wrong_parameters_are_named(make_case: Callable[..., Case]) -> None:
     weight = find_layers(case.subject.model)[1][0].mlp.up_proj.weight
     with torch.no_grad():
         weight[3, 4] += 1e-7
-    check = case.checks()["parameters_bitwise"]
-    assert check.verdict == "fail" and check.where.endswith("0.mlp.up_proj.weight") and "(3, 4)" in check.detail
+    report = case.report()
+    check = report.checks[0]
+    assert check.verdict == "fail" and check.where.endswith("0.mlp.up_proj.weight") and "1 of " in check.detail
+    assert check.required and report.verdict == "fail"
 
 
 def test_what_a_subject_cannot_show_is_not_shown_and_never_a_pass(make_case: Callable[..., Case]) -> None:
@@ -321,7 +412,7 @@ def test_what_a_subject_cannot_show_is_not_shown_and_never_a_pass(make_case: Cal
     case.subject.shows_layers, case.subject.info.prefix_reuse = False, False
     report = case.report()
     hidden = {c.name for c in report.checks if c.verdict == "not_shown"}
-    assert hidden == {"parameters_bitwise", "layer_error", "prefix_reuse_equal", "served_equals_engine"}
+    assert hidden == {"parameters_bitwise", "layer_error", "prefix_reuse_equal", "served_equals_engine", "tokenizer_equal"}
     assert report.verdict == "pass" and not any(c.required for c in report.checks if c.name in hidden)
 
 
@@ -360,6 +451,7 @@ def test_nu_17_nan_in_the_reference_is_an_error_of_the_test(make_case: Callable[
     case.reference.broken = ("bfloat16",)
     report = case.report()
     assert report.verdict == "not_shown" and "not finite at bfloat16" in report.checks[2].detail
+    assert {c.verdict for c in report.checks if c.name in EXACT_NAMES} == {"pass"}
 
 
 def test_reference_is_transformers_and_float64_agrees(tiny_checkpoint: Callable[..., Path]) -> None:

@@ -12,13 +12,16 @@ import numpy as np
 import pytest
 
 from dayzero.core.errors import DayZeroError
-from dayzero.validate.answers import agreement, first_difference, malformed, path_of
+from dayzero.core.reports import Check
+from dayzero.validate.answers import agreement, first_difference, first_tie, malformed, path_of
+from dayzero.validate.checks import Repeat, check_answers, check_repeats
 from dayzero.validate.http_subject import HttpSubject
 from dayzero.validate.inputs import TEXTS, InputOptions, bundled_text, load_inputs
 from dayzero.validate.limits import LIMITS, Limits
-from dayzero.validate.parameters import rounded
-from dayzero.validate.positions import best_tokens, position_errors
+from dayzero.validate.parameters import digest_of, rounded
+from dayzero.validate.positions import PositionErrors, best_tokens, position_errors
 from dayzero.validate.regime import Regime
+from dayzero.validate.subject import ServerRefused
 
 INFO = SimpleNamespace(model="m", device="cpu", dtype="float32", vocab_size=100, context_tokens=400, capacity_tokens=300,
                        block_tokens=16, prefix_reuse=True, stop_token_ids=())  # fmt: skip
@@ -84,11 +87,40 @@ def test_answers_are_compared_up_to_the_first_tie_of_the_reference() -> None:
     assert agreement(path_of(logits, 2, [1, 6, 3, 5]), 1e-4).wrong == (1,)
     # Behind the tie the claim is weaker, but not gone.
     assert agreement(path_of(logits, 2, [1, 2, 4, 6]), 1e-4).wrong == (3,)
-    path = path_of(logits, 2, [1, 2, 3, 5])
-    assert first_difference([1, 2, 4, 7], path, 1e-4) is None
-    assert first_difference([1, 7, 3, 5], path, 1e-4) == 1
-    assert first_difference([1], path, 1e-4) == 1
+    assert first_tie(path_of(logits, 2, [1, 2, 3, 5]), 1e-4) == 2 and first_tie(path_of(logits, 2, [1, 2, 3, 5]), 1e-5) == 4
+    assert first_difference([1, 2, 4, 7], [1, 2, 3, 5], 2) is None
+    assert first_difference([1, 7, 3, 5], [1, 2, 3, 5], 2) == 1
+    assert first_difference([1], [1, 2, 3, 5], 2) == 1
+    assert first_difference([1, 2, 3, 5, 6], [1, 2, 3, 5], 4) == 4
     assert malformed([1, 2], 8, 3) and malformed([1, 8, 2], 8, 3) and malformed([1, 2, 3], 8, 3) is None
+
+
+def make_regime(dtype: str, own_gap_error: float) -> Regime:
+    shape = {field.name: np.full(20, own_gap_error) for field in fields(PositionErrors)}
+    return Regime(limits=LIMITS, dtype=dtype, selects=False, own=PositionErrors(**shape))
+
+
+def test_a_token_check_that_compared_next_to_nothing_is_not_shown() -> None:
+    rows = [{0: 9}, *({token: 5.0, 7: 4.0} for token in (1, 2, 3, 4)), {}]
+    path = path_of(make_logits(rows), 2, [1, 2, 3, 4])
+    assert check_answers(make_regime("bfloat16", 0.01), "greedy_tokens", [path], ["a"]).verdict == "pass"
+    # Ties are wider than the distance to the second best, not wider than what a blind guess costs.
+    wide = make_regime("bfloat16", 0.6)
+    check = check_answers(wide, "greedy_tokens", [path], ["a"])
+    assert check.verdict == "not_shown" and "0 of 4 tokens compared" in check.detail
+    wrong = check_answers(wide, "greedy_tokens", [path_of(make_logits(rows), 2, [1, 2, 6, 4])], ["a"])
+    assert wrong.verdict == "fail"
+
+    def repeated(*others: tuple[int, ...], regime: Regime | None) -> Check:
+        repeat = Repeat(label="a", first=path.token_ids, others=others, path=path)
+        return check_repeats("prefix_reuse_equal", [repeat], "repeat", regime=regime)
+
+    assert repeated((1, 2, 3, 4), regime=wide).verdict == "pass"
+    assert "4 of 4 tokens compared" in repeated((1, 2, 3, 4), regime=wide).detail
+    assert repeated((1, 2, 3, 6), regime=wide).verdict == "not_shown"
+    assert repeated((1, 2, 3, 6), regime=None).verdict == "fail"
+    assert repeated((1, 2, 3, 4, 4), regime=None).verdict == "fail"
+    assert repeated(regime=None).verdict == "not_shown"
 
 
 def test_only_selections_in_a_reduced_dtype_excuse_positions() -> None:
@@ -102,6 +134,15 @@ def test_rounding_to_a_reduced_dtype() -> None:
     halfway = np.array([1 + 2**-8, 1 + 3 * 2**-8, -3.0, 0.0], dtype=np.float32)
     assert rounded(halfway, "bfloat16").tolist() == [1.0, 1 + 2**-6, -3.0, 0.0]
     assert rounded(np.float32([1 + 2**-12]), "float16").tolist() == [1.0]
+
+
+def test_digests_tell_shapes_and_single_bits_apart() -> None:
+    values = np.arange(10_000, dtype=np.float32).reshape(100, 100)
+    other = values.copy()
+    other[60, 3] = np.nextafter(other[60, 3], np.float32(np.inf))
+    first, second = digest_of(values), digest_of(other)
+    assert first == digest_of(np.asfortranarray(values)) and first != second and first != digest_of(values.reshape(50, 200))
+    assert [first.blocks[i : i + 16] == second.blocks[i : i + 16] for i in (0, 16, 32)] == [True, False, True]
 
 
 def test_bundled_texts_are_there_with_their_licence() -> None:
@@ -143,6 +184,13 @@ class FakeServer(BaseHTTPRequestHandler):
             return self.reply(400, {"error": {"message": "no such prompt"}})
         if self.broken == "waits for three":
             self.together.wait()
+        if body["max_tokens"] == 1 and "ignore_eos" not in body:
+            assert body["return_token_ids"] is True
+            if self.path == "/v1/chat/completions":
+                length = len(body["messages"][0]["content"])
+                return self.reply(200, {"choices": [{"message": {}}], "prompt_token_ids": [7, length]})
+            ids = {} if self.broken == "no ids" else {"prompt_token_ids": [len(body["prompt"])]}
+            return self.reply(200, {"choices": [{"text": "x", **ids}]})
         asked = (body["model"], body["temperature"], body["ignore_eos"], body["return_token_ids"], body["logprobs"])
         assert asked == ("tiny", 0.0, True, True, 5), body
         start, count = body["prompt"][-1] + 1, body["max_tokens"]
@@ -182,6 +230,18 @@ def test_http_subject_sends_all_prompts_at_once_and_keeps_their_order(server: tu
         handler.broken = ""
         answer = subject.answers([[1]], 2)[0]
         assert answer.token_ids == (2, 3) and answer.logprobs == (-0.5, -0.5) and answer.cached_tokens == 3
+
+
+def test_http_subject_tells_the_tokens_of_a_text(server: tuple[str, type[FakeServer]]) -> None:
+    url, handler = server
+    with HttpSubject(url) as subject:
+        assert subject.prompt_ids("text", "abc") == [3] and subject.prompt_ids("chat", "abcd") == [7, 4]
+        handler.broken = "no ids"
+        with pytest.raises(ServerRefused, match="does not tell"):
+            subject.prompt_ids("text", "abc")
+        handler.broken = "refuses"
+        with pytest.raises(ServerRefused):
+            subject.prompt_ids("chat", "abc")
 
 
 @pytest.mark.parametrize(("broken", "word"), [("refuses", "no such prompt"), ("no ids", "token_ids")])
