@@ -251,7 +251,7 @@ def validate(store: RunStore, url: str, say: Say) -> NumericsReport:
 
     from dayzero.validate.engines import ask_engine, no_room_at_float32
     from dayzero.validate.http_subject import HttpSubject
-    from dayzero.validate.inputs import InputOptions
+    from dayzero.validate.inputs import InputOptions, for_float32
     from dayzero.validate.limits import EXACT_DTYPES
     from dayzero.validate.reference import ReleaseReference
     from dayzero.validate.run import judge
@@ -266,7 +266,7 @@ def validate(store: RunStore, url: str, say: Say) -> NumericsReport:
         no_exact = no_room_at_float32(arguments, source, store.read("plan", Plan))
         say(no_exact or "asking an engine at float32")
         if not no_exact:
-            exact = ask_engine(arguments | {"dtype": "float32"}, source, inputs=asked.inputs, parameters=False)
+            exact = ask_engine(arguments | {"dtype": "float32"}, source, inputs=for_float32(asked.inputs), parameters=False)
     report = judge(
         asked,
         ReleaseReference(source, trust_remote_code=trusted),

@@ -200,3 +200,23 @@ def dayzero_here(*arguments: Any) -> Ended:
     finally:
         sys.argv = before
         signal.signal(signal.SIGTERM, on_term)
+
+
+def ask_all(release: Path, target: Path) -> dict[str, Ended]:
+    """inspect, plan and convert of one release. Nothing may be left where convert was to write when it refused."""
+    out = release.parent / "written" / "artifact"
+    answers = {
+        "inspect": dayzero_here("inspect", release, "--json"),
+        "plan": dayzero_here("plan", release, "--target", target, "--json"),
+        "convert": dayzero_here("convert", release, "--out", out, "--json"),
+    }
+    if answers["convert"].status != 0:
+        assert files_in(out.parent) == []
+    return answers
+
+
+def told(ended: Ended) -> str:
+    """Everything an error says, after a look at its shape."""
+    error = ended.error
+    assert error["what"] in ended.stderr and error["fix"] in ended.stderr, ended.stderr  # people read the same there
+    return "\n".join(error.values())

@@ -8,32 +8,32 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 
-from dayzero import pipeline, stages
+from dayzero import stages
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Plan
 from dayzero.core.runstore import RunStore
-from dayzero.core.target import Workload
 from dayzero.devices.targets import load_target
-from dayzero.serve.launch import ServerProcess
 from tests.e2e.builders import (
-    GIB,
-    WORKLOAD,
-    Ended,
+    Running,
+    ask_all,
+    assert_nothing_left,
     dayzero,
     dayzero_here,
-    edit_json,
     files_in,
     make_target,
     make_workload,
+    told,
 )
 
 INDEX = "model.safetensors.index.json"
@@ -49,26 +49,6 @@ def release(tiny_checkpoint: Checkpoint, tmp_path: Path) -> Path:
 @pytest.fixture
 def target(tmp_path: Path) -> Path:
     return make_target(tmp_path)
-
-
-def ask_all(release: Path, target: Path) -> dict[str, Ended]:
-    """inspect, plan and convert of one release. Nothing may be left where convert was to write when it refused."""
-    out = release.parent / "written" / "artifact"
-    answers = {
-        "inspect": dayzero_here("inspect", release, "--json"),
-        "plan": dayzero_here("plan", release, "--target", target, "--json"),
-        "convert": dayzero_here("convert", release, "--out", out, "--json"),
-    }
-    if answers["convert"].status != 0:
-        assert files_in(out.parent) == []
-    return answers
-
-
-def told(ended: Ended) -> str:
-    """Everything an error says, after a look at its shape."""
-    error = ended.error
-    assert error["what"] in ended.stderr and error["fix"] in ended.stderr, ended.stderr  # people read the same there
-    return "\n".join(error.values())
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------
@@ -131,15 +111,6 @@ def test_errors_are_the_same_from_a_real_process(tmp_path: Path) -> None:
         assert as_json.error
         plain = dayzero(*arguments)
         assert (plain.status, plain.stdout) == (2, "") and plain.stderr == as_json.stderr.replace(" --json", "")
-
-
-def test_a_port_in_use_is_told_at_once(runs: Runs) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        ended = dayzero("serve", runs.llama, "--port", port, "--json")
-    assert str(port) in ended.error["what"] and "--port 0" in ended.error["fix"]
 
 
 # -- a folder without weights -------------------------------------------------------------------------------------------
@@ -206,6 +177,12 @@ def test_inspect_and_plan_have_their_fields(release: Path, target: Path) -> None
     assert again["ledger"] == plan["ledger"]
 
 
+def test_the_context_is_the_workloads_within_the_models(release: Path, target: Path, tmp_path: Path) -> None:
+    workload = make_workload(tmp_path, context_tokens=96)
+    plans = [dayzero_here("plan", release, "--target", target, *more, "--json").json for more in ([], ["--workload", workload])]
+    assert [plan["context_tokens"] for plan in plans] == [512, 96]  # what the model's positions allow, and less
+
+
 def test_convert_writes_ranks_and_finds_a_flipped_bit(release: Path) -> None:
     out = release.parent / "ranks"
     for degrees, count in ((("--tp", 2), 2), (("--pp", 2), 2), (("--tp", 2, "--pp", 2), 4)):
@@ -260,67 +237,95 @@ def test_convert_to_hf_loads_in_transformers(release: Path) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Runs:
-    llama: Path
-    url: str
+class Served:
+    """A run up to `serve`, and what `dayzero serve` printed."""
+
+    run: Path
+    ready: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return str(self.ready["url"])
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoint) -> Iterator[Runs]:
-    """A run up to `serve`, with its server running."""
-    folder = tmp_path_factory.mktemp("runs")
-    store = pipeline.open_run(
-        tiny_checkpoint("llama"), load_target(str(make_target(folder))), devices=None, workload=Workload(**WORKLOAD),
-        runs=folder / "runs", options={}, resume=False,
+def served(tmp_path_factory: pytest.TempPathFactory, tiny_checkpoint: Checkpoint) -> Iterator[Served]:
+    """A release without tokenizer, adapted and served by `dayzero serve`; a signal ends it with 0 and nothing is left."""
+    folder = tmp_path_factory.mktemp("served")
+    source = tiny_checkpoint("gpt_oss", dtype="float32", tokenizer=False)
+    adapted = dayzero_here(
+        "adapt", source, "--target", make_target(folder), "--workload", make_workload(folder), "--runs", folder / "runs",
+        "--until", "map", "--json",
     )  # fmt: skip
-    pipeline.run(store, until="map", resume=False, say=lambda text: None)
-    with ServerProcess(stages.server_spec(store, port=0), log=store.logs / "server.log") as server:
-        stages.serve(store, server, 1.0)
-        yield Runs(llama=store.folder, url=server.url)
+    assert adapted.status == 0, adapted.stderr
+    run = Path(adapted.json["run"])
+    with Running(folder, "serve", run, "--port", 0, "--json") as running:
+        running.wait_for(lambda: running.out.read_text().endswith("\n"), "a ready server")
+        one = Served(run=run, ready=json.loads(running.out.read_text()))
+        stages.serve(RunStore.open(run), SimpleNamespace(url=one.url), 1.0)  # the record that `adapt` writes when it serves
+        yield one
+        assert running.signal(signal.SIGTERM).status == 0
+        assert_nothing_left(running)
 
 
-def test_validate_bench_and_soak_measure_a_running_server(runs: Runs) -> None:
-    validated = dayzero_here("validate", runs.llama, "--url", runs.url, "--json")
+def test_a_model_without_tokenizer_is_served_with_ids(served: Served) -> None:
+    body = {"model": "gpt_oss", "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(f"{served.url}/v1/completions", json=body, timeout=60.0).json()
+    assert len(answer["choices"][0]["token_ids"]) == 4 and answer["choices"][0]["text"] == ""
+    refused = httpx.post(f"{served.url}/v1/completions", json=body | {"prompt": "words"}, timeout=60.0)
+    assert refused.status_code == 400 and refused.json()["error"]["code"] == "no_tokenizer"
+
+
+def test_validate_bench_and_soak_measure_a_running_server(served: Served) -> None:
+    validated = dayzero_here("validate", served.run, "--url", served.url, "--json")
     assert validated.status == 0, validated.stdout
     assert validated.json["verdict"] == "pass" and validated.json["schema"] == "dayzero.numerics/1"
     for check in validated.json["checks"]:
         assert {"name", "verdict", "value", "limit", "where"} <= check.keys()
         assert check["verdict"] in ("pass", "fail", "not_shown")
-    benched = dayzero_here("bench", runs.llama, "--url", runs.url, "--json")
+    benched = dayzero_here("bench", served.run, "--url", served.url, "--json")
     assert benched.status == 0 and [point["concurrency"] for point in benched.json["points"]] == [1, 2], benched.stdout
     for point in benched.json["points"]:
         assert point["failed"] == 0 and point["ttft_s"]["n"] > 0 and point["ttft_s"]["p10"] <= point["ttft_s"]["p90"]
         assert point["tpot_s"]["median"] > 0 and point["output_tokens_per_s"] > 0
-    soaked = dayzero_here("soak", runs.llama, "--url", runs.url, "--duration", 1, "--json")
+    soaked = dayzero_here("soak", served.run, "--url", served.url, "--duration", 1, "--json")
     assert soaked.status == 0 and soaked.json["duration_s"] >= 1 and soaked.json["requests"] > 0, soaked.stdout
-    reported = dayzero_here("report", runs.llama, "--json")
+    reported = dayzero_here("report", served.run, "--json")
     assert reported.status == 0 and reported.json["verdict"] == "pass", reported.stdout
-    assert (runs.llama / "acceptance.html").is_file()
+    assert (served.run / "acceptance.html").is_file()
     for verb, schema in (("validate", "numerics"), ("bench", "performance"), ("soak", "stability"), ("report", "acceptance")):
         printed = {"validate": validated, "bench": benched, "soak": soaked, "report": reported}[verb].json
         assert printed["schema"] == f"dayzero.{schema}/1"
-        assert printed == json.loads(RunStore.open(runs.llama).path(verb).read_text()), verb  # as the run folder keeps it
+        assert printed == json.loads(RunStore.open(served.run).path(verb).read_text()), verb  # as the run folder keeps it
 
 
-def test_an_unreachable_server_is_told(runs: Runs) -> None:
+def test_a_port_in_use_is_told(served: Served) -> None:
+    port = served.url.rpartition(":")[2]
+    ended = dayzero("serve", served.run, "--port", port, "--json")
+    assert port in ended.error["what"] and "--port 0" in ended.error["fix"]
+
+
+def test_an_unreachable_server_is_told(served: Served) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         for verb in ("validate", "bench", "soak"):
-            assert url in told(dayzero_here(verb, runs.llama, "--url", url, "--json")), verb
+            assert url in told(dayzero_here(verb, served.run, "--url", url, "--json")), verb
 
 
-def test_a_report_of_half_a_run_says_not_shown(runs: Runs, tmp_path: Path) -> None:
-    half = Path(shutil.copytree(runs.llama, tmp_path / "half", symlinks=True))
+def test_a_report_of_half_a_run_says_not_shown(served: Served, tmp_path: Path) -> None:
+    half = Path(shutil.copytree(served.run, tmp_path / "half", symlinks=True))
     for name in ("6_numerics.json", "7_performance.json", "8_stability.json"):
         (half / name).unlink(missing_ok=True)
     ended = dayzero_here("report", half, "--json")
     assert (ended.status, ended.json["verdict"]) == (1, "not_shown")
 
 
-def test_map_of_a_run_and_of_a_release(runs: Runs, tiny_checkpoint: Checkpoint) -> None:
-    of_run = dayzero_here("map", runs.llama, "--json")
-    of_release = dayzero_here("map", tiny_checkpoint("llama"), "--context", 128, "--json")
+def test_map_of_a_run_and_of_a_release(served: Served) -> None:
+    of_run = dayzero_here("map", served.run, "--json")
+    of_release = dayzero_here(
+        "map", json.loads((served.run / "0_inputs.json").read_text())["source"], "--context", 128, "--json"
+    )
     assert of_run.status == of_release.status == 0
     assert of_run.json["sites"] == of_release.json["sites"] and of_run.json["schema"] == "dayzero.operators/1"
     assert all(site["binding"] and site["evidence"] for site in of_run.json["sites"])
@@ -356,193 +361,3 @@ def test_planning_needs_no_torch(tiny_checkpoint: Checkpoint, tmp_path: Path) ->
         os.environ.pop("PYTHONPATH") if old is None else os.environ.__setitem__("PYTHONPATH", old)
     assert planned.status == 0, planned.stderr
     assert planned.json["feasible"]
-
-
-# -- cases: checkpoints ----------------------------------------------------------------------------------------------------
-
-
-def weight_map(release: Path) -> dict[str, str]:
-    return dict(json.loads((release / INDEX).read_text())["weight_map"])
-
-
-@pytest.mark.parametrize("cut", ["data", "header", "length"])
-def test_ck_01_a_short_shard_stops_every_verb(release: Path, target: Path, cut: str) -> None:
-    shard = sorted(release.glob("*.safetensors"))[1]
-    size, header = shard.stat().st_size, int.from_bytes(shard.read_bytes()[:8], "little")
-    kept = {"data": int(size * 0.6), "header": 8 + header // 2, "length": 5}[cut]
-    described = json.loads(shard.read_bytes()[8 : 8 + header])
-    os.truncate(shard, kept)
-    ends = {name: 8 + header + entry["data_offsets"][1] for name, entry in described.items() if name != "__metadata__"}
-    first = min((name for name in ends if ends[name] > kept), key=ends.__getitem__)
-    for verb, ended in ask_all(release, target).items():
-        text = told(ended)
-        facts = [shard.name, str(kept)] + {"data": [first, str(size)], "header": [str(8 + header)], "length": ["8"]}[cut]
-        assert all(fact in text.replace(",", "") for fact in facts), (verb, facts, text)
-
-
-def test_ck_01_only_headers_are_read(release: Path, target: Path) -> None:
-    """A shard that lacks one byte of 64 GiB (a sparse file) is found at once."""
-    header = json.dumps({"huge": {"dtype": "F32", "shape": [16 * GIB], "data_offsets": [0, 64 * GIB]}}).encode()
-    shard = sorted(release.glob("*.safetensors"))[1]
-    with shard.open("wb") as file:
-        file.write(len(header).to_bytes(8, "little") + header)
-        file.truncate(8 + len(header) + 64 * GIB - 1)
-    started = time.monotonic()
-    assert all(fact in told(dayzero_here("inspect", release, "--json")) for fact in (shard.name, "huge"))
-    assert time.monotonic() - started < 5.0
-
-
-def test_ck_02_an_index_that_disagrees_names_everything(release: Path, target: Path) -> None:
-    names, whole = weight_map(release), (release / INDEX).read_text()
-    files = sorted(set(names.values()))
-    inside = [name for name in names if names[name] == files[1]]
-
-    removed = (release / files[1]).read_bytes()
-    (release / files[1]).unlink()
-    assert_all_say(ask_all(release, target), [files[1]])
-    (release / files[1]).write_bytes(removed)
-
-    edit_json(release / INDEX, weight_map=names | dict.fromkeys(inside[:2], files[0]))
-    assert_all_say(ask_all(release, target), [*inside[:2], files[0]])
-
-    edit_json(release / INDEX, weight_map=names | {"mtp.fc.weight": files[0], "mtp.norm.weight": files[2]})
-    assert_all_say(ask_all(release, target), ["mtp.fc.weight", "mtp.norm.weight"])
-
-    (release / INDEX).write_text(whole + '{"metadata": {}}')
-    assert_all_say(ask_all(release, target), [INDEX])
-
-    (release / INDEX).write_text(whole)
-    sound = ask_all(release, target)
-    stated, true = json.loads(whole)["metadata"]["total_size"] + 2 * 1000, json.loads(whole)["metadata"]["total_size"]
-    edit_json(release / INDEX, metadata={"total_size": stated})
-    shutil.rmtree(release.parent / "written")
-    answers = ask_all(release, target)
-    assert [ended.status for ended in answers.values()] == [0, 0, 0], {verb: ended.stderr for verb, ended in answers.items()}
-    for verb in ("inspect", "convert"):
-        warnings = [one for one in answers[verb].json["problems"] if one["severity"] == "warning"]
-        assert len(warnings) == 1 and str(stated) in warnings[0]["detail"] and str(true) in warnings[0]["detail"], (
-            verb,
-            warnings,
-        )
-    assert answers["plan"].json["weights_bytes_per_device"] == sound["plan"].json["weights_bytes_per_device"] == true
-
-
-def assert_all_say(answers: dict[str, Ended], words: list[str]) -> None:
-    for verb, ended in answers.items():
-        text = told(ended)
-        assert all(word in text for word in words), (verb, words, text)
-
-
-def test_ck_04_names_that_leave_the_folder_are_never_opened(release: Path, target: Path) -> None:
-    """The file outside is a pipe nobody writes to: opening it would wait for ever."""
-    names = weight_map(release)
-    tensor = next(iter(names))
-    (release.parent / "secret").mkdir()
-    os.mkfifo(pipe := release.parent / "secret" / "w.safetensors")
-    for bad in (
-        "../secret/w.safetensors",
-        str(pipe),
-        "sub/../../secret/w.safetensors",
-        "a\x00b.safetensors",
-        "..\\secret\\w.safetensors",
-        "",
-    ):
-        edit_json(release / INDEX, weight_map=names | {tensor: bad})
-        assert_all_say(ask_all(release, target), [tensor])
-
-
-def test_ck_04_a_nested_shard_is_accepted(release: Path, target: Path) -> None:
-    names = weight_map(release)
-    (release / "part1").mkdir()
-    for file in set(names.values()):
-        (release / file).rename(release / "part1" / file)
-    edit_json(release / INDEX, weight_map={name: f"part1/{file}" for name, file in names.items()})
-    answers = ask_all(release, target)
-    assert [ended.status for ended in answers.values()] == [0, 0, 0], {verb: ended.stderr for verb, ended in answers.items()}
-    assert (release.parent / "written" / "artifact" / "layout.json").is_file()
-
-
-# -- cases: configs ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def config(release: Path) -> Callable[..., Ended]:
-    """Inspect the config alone, with some of its keys changed (None: null; ...: absent)."""
-    folder = release.parent / "config"
-    folder.mkdir()
-    written = json.loads((release / "config.json").read_text())
-
-    def inspect(**changes: Any) -> Ended:
-        changed = written | changes
-        (folder / "config.json").write_text(json.dumps({name: value for name, value in changed.items() if value is not ...}))
-        return dayzero_here("inspect", folder, "--json")
-
-    return inspect
-
-
-SCALED = {"factor": 4.0, "original_max_position_embeddings": 128}
-# CF-01: rope_scaling as written -> the form inspect shows (keys that must be there), or words of the error.
-ROPE = [
-    ({"type": "yarn"} | SCALED, {"rope_type": "yarn", "factor": 4.0}),
-    ({"rope_type": "yarn"} | SCALED, {"rope_type": "yarn", "factor": 4.0}),
-    ({"type": "yarn", "rope_type": "yarn"} | SCALED, {"rope_type": "yarn", "factor": 4.0}),
-    ({"type": "yarn", "rope_type": "linear"} | SCALED, ["'yarn'", "'linear'"]),
-    ({"factor": 4}, ["factor", "rope_type"]),
-    (None, {"rope_type": "default"}),
-    ({}, {"rope_type": "default"}),
-    ({"type": "default"}, {"rope_type": "default"}),
-    ({"type": "foo"}, ["'foo'"]),
-]
-
-
-def test_cf_01_position_scaling_has_one_form_or_an_error(config: Callable[..., Ended]) -> None:
-    for written, wanted in ROPE:
-        ended = config(rope_parameters=..., rope_theta=10000.0, rope_scaling=written)
-        if isinstance(wanted, list):
-            assert all(word in told(ended) for word in wanted), (written, told(ended))
-        else:
-            assert ended.status == 0, (written, ended.stderr)
-            assert wanted.items() <= ended.json["rope"]["all"].items(), (written, ended.json["rope"])
-
-
-def test_cf_04_heads_give_the_cache_or_an_error_that_names_the_key(config: Callable[..., Ended]) -> None:
-    layers, value_bytes = 2, 2
-    rows: list[tuple[dict[str, Any], Any]] = [
-        ({"hidden_size": 2880, "num_attention_heads": 64, "head_dim": 64, "num_key_value_heads": 8}, 8 * 64),
-        ({"head_dim": None}, 4 * 16),
-        ({"head_dim": ..., "hidden_size": 128}, 4 * 32),
-        ({"num_key_value_heads": ...}, 4 * 16),
-        ({"num_key_value_heads": None}, 4 * 16),
-        ({"num_key_value_heads": 2}, 2 * 16),
-        ({"head_dim": ..., "hidden_size": 100, "num_attention_heads": 3, "num_key_value_heads": 3}, "head_dim"),
-        ({"num_attention_heads": 0}, "num_attention_heads"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads"),
-        ({"num_key_value_heads": 3}, "num_key_value_heads"),
-    ]
-    for changes, wanted in rows:
-        ended = config(**changes)
-        if isinstance(wanted, str):
-            assert wanted in told(ended), (changes, told(ended))
-        else:
-            assert ended.json["cache"]["bytes_per_token"] == 2 * wanted * layers * value_bytes, changes
-
-
-def test_cf_08_inspect_shows_the_stop_set_of_all_sources(release: Path) -> None:
-    def stops(config: Any, generation: Any) -> tuple[list[int], list[str]]:
-        edit_json(release / "config.json", eos_token_id=config)
-        (release / "generation_config.json").write_text(json.dumps({"eos_token_id": generation, "temperature": 0.5}))
-        shown = dayzero_here("inspect", release, "--json").json
-        return shown["stop_token_ids"], [one["detail"] for one in shown["problems"]]
-
-    assert stops(2, [2, 7]) == ([1, 2, 7], [])  # 1: the tokenizer's own
-    assert stops(None, [7]) == ([1, 7], [])
-    assert stops([], []) == ([1], [])
-    assert stops([3, 2], 7) == ([1, 2, 3, 7], [])
-    found, problems = stops(2, [99_999])
-    assert found == [1, 2] and len(problems) == 1 and "99999" in problems[0]
-
-
-def test_the_context_is_the_workloads_within_the_models(release: Path, target: Path, tmp_path: Path) -> None:
-    workload = make_workload(tmp_path, context_tokens=96)
-    plans = [dayzero_here("plan", release, "--target", target, *more, "--json").json for more in ([], ["--workload", workload])]
-    assert [plan["context_tokens"] for plan in plans] == [512, 96]  # what the model's positions allow, and less

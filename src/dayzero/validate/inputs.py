@@ -8,7 +8,7 @@ of sequence) are never drawn, since a model may treat them apart.
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
@@ -122,6 +122,12 @@ def load_inputs(
         encodings=tuple(e for e in encodings if len(e.token_ids) < room),  # a server refuses longer ones
         not_encoded=not_encoded,
     )
+
+
+def for_float32(inputs: Inputs) -> Inputs:
+    """What a float32 pass beside the served one is asked: the first text, every prompt, and two of those sent again. A part of
+    `inputs`, so that the reference need not run twice; its limits are absolute, and need no large sample."""
+    return replace(inputs, texts=inputs.texts[:1], reuse=(inputs.reuse[0], inputs.reuse[-1]))
 
 
 def bundled_text(name: str) -> str:

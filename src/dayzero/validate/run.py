@@ -25,7 +25,7 @@ from dayzero.validate.answers import Path, agreement
 from dayzero.validate.ask import Asked, Tokens, ask
 from dayzero.validate.compare import Comparison, compare
 from dayzero.validate.encoding import check_encodings
-from dayzero.validate.inputs import Inputs
+from dayzero.validate.inputs import Inputs, for_float32
 from dayzero.validate.limits import EXACT_DTYPES, LIMITS, Limits
 from dayzero.validate.positions import PositionErrors, joined, position_errors
 from dayzero.validate.refer import Referee, Referred
@@ -49,7 +49,7 @@ def validate(
     is excused. Raises DayZeroError where the reference cannot be had."""
     started = time.monotonic()
     asked = ask(subject, inputs, served)
-    second = ask(exact, inputs, parameters=False) if exact is not None else None
+    second = ask(exact, for_float32(inputs), parameters=False) if exact is not None else None
     report = judge(asked, reference, exact=second, layer_kinds=layer_kinds, limits=limits, progress=progress)
     return replace(report, seconds=time.monotonic() - started)
 
