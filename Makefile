@@ -16,9 +16,9 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m dayzero.ops.cpu
 	@touch $@
 
-# All tests: unit, model, device and e2e.
+# All tests: unit, model, device and e2e; two files at a time, each with one thread.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 # What a commit must pass, in under a minute: style, types, layers, unit tests. The parts run side by side.
 check: $(READY)
@@ -31,7 +31,7 @@ types: $(READY)
 	$(BIN)/mypy
 
 unit: $(READY)
-	$(BIN)/python -m pytest tests/unit
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit
 
 # From nothing to a served, validated model and an acceptance report.
 demo: $(READY)
