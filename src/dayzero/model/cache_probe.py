@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
 from dayzero.core.model import CacheKind, CacheSpec
+from dayzero.ops.observe import meta_nonzero
 
 # Multiples of every known compression ratio (up to 128), and one less than the longest: buffers of incomplete entries are
 # then at their fullest. Small, because recurrent layers walk over tokens in Python.
@@ -147,7 +148,7 @@ def _run(
     with (
         _reused_layers(layers, signatures, first_of, reuse),
         _watched(layers, run),
-        _meta_nonzero(),
+        meta_nonzero(),
         answering,
         torch.no_grad(),
     ):
@@ -215,19 +216,6 @@ def _watched(layers: Sequence[nn.Module], run: _Run) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def _meta_nonzero() -> Iterator[None]:
-    """Routing loops ask which tokens an expert has; on meta the answer that runs every branch is: all of them."""
-    import torch.fx.experimental._config as settings
-
-    before = settings.meta_nonzero_assume_all_nonzero
-    settings.meta_nonzero_assume_all_nonzero = True
-    try:
-        yield
-    finally:
-        settings.meta_nonzero_assume_all_nonzero = before
 
 
 def _read_cache(cache: Any, num_layers: int, run: _Run) -> None:

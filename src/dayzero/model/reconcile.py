@@ -129,15 +129,21 @@ def _wrong_shape(name: str, got: tuple[int, ...] | str, wanted: tuple[int, ...],
     )
 
 
-def _ignorable(model: nn.Module) -> re.Pattern[str] | None:
+def ignorable_patterns(model: nn.Module) -> list[str]:
+    """Patterns of checkpoint names that the class does not want, and of buffers that older checkpoints stored, as
+    transformers' own loader treats them."""
     patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
-    # Buffers that older checkpoints stored, as transformers' own loader treats them.
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
         patterns.add(r"rotary_emb\.inv_freq")
     if any(name.endswith("position_ids") for name in buffers):
         patterns.add(r"(^|\.)position_ids$")
-    return re.compile("|".join(f"({pattern})" for pattern in sorted(patterns))) if patterns else None
+    return sorted(patterns)
+
+
+def _ignorable(model: nn.Module) -> re.Pattern[str] | None:
+    patterns = ignorable_patterns(model)
+    return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
 def _quantization(config: Mapping[str, Any]) -> object:

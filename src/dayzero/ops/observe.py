@@ -251,7 +251,7 @@ def _observe(
     model: nn.Module, device: torch.device, opaque: frozenset[str], keep_samples: bool, prefill_tokens: int, answer: bool
 ) -> Observation:
     watcher = _Watcher(model, opaque, keep_samples, answer)
-    with _interfaces(model), _hooks(model, watcher), _meta_nonzero(), torch.no_grad(), watcher:
+    with _interfaces(model), _hooks(model, watcher), meta_nonzero(), torch.no_grad(), watcher:
         tokens = torch.ones(1, prefill_tokens, dtype=torch.long, device=device)
         steps: list[Step] = []
         past: dict[str, Any] = {}
@@ -317,7 +317,7 @@ def _hooks(model: nn.Module, watcher: _Watcher) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _meta_nonzero() -> Iterator[None]:
+def meta_nonzero() -> Iterator[None]:
     """On meta, nonzero finds every element, so that its shape is known."""
     from torch.fx.experimental import _config as settings
 

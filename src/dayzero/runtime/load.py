@@ -297,9 +297,14 @@ def has_experts(model: LoadedModel) -> bool:
     return any("expert" in name for name, _ in model.module.named_parameters())
 
 
+def refuted(proofs: tuple[Proof, ...]) -> list[str]:
+    """The better tiers, and what spoke against each."""
+    return [f"{proof.tier} is not used: {proof.reason}" for proof in proofs[:-1]]
+
+
 def fallbacks(proofs: tuple[Proof, ...], notes: list[str], runner: Runner) -> tuple[str, ...]:
     """What runs in a lesser way than it could, each in plain words for the report."""
-    found = [f"{proof.tier} is not used: {proof.reason}" for proof in proofs[:-1]]
+    found = refuted(proofs)
     found += [note for note in notes if "not compiled" in note]
     if runner.tier != "T2":
         found.append(
@@ -311,10 +316,9 @@ def fallbacks(proofs: tuple[Proof, ...], notes: list[str], runner: Runner) -> tu
 
 def tier_reasons(proofs: tuple[Proof, ...], check: Proof, runner: Runner, notes: list[str]) -> tuple[str, ...]:
     """Why this tier: what refuted the better ones, in words for the report."""
-    refuted = [f"{proof.tier} is not used: {proof.reason}" for proof in proofs[:-1]]
     chosen = proofs[-1]
     shown = f"{chosen.tier} is right on a shrunken instance: worst logit error {chosen.max_error:.2g} in float32"
     real = f"on the real weights the relative error against the uncached forward is {check.max_error:.2g}"
     if runner.whole_prompts:
         notes.append("prompts are run in one piece: this model's state cannot be continued in the middle of a prompt")
-    return (*refuted, shown, real, *notes)
+    return (*refuted(proofs), shown, real, *notes)

@@ -57,7 +57,6 @@ def replay(
     steps: Sequence[Sequence[tuple[int, int]]],
     *,
     block_tokens: int,
-    first_slot: int = 0,
     num_blocks: int | None = None,
 ) -> list[torch.Tensor]:
     """Run given tokens through a runner, teacher-forced. Returns every sequence's logits [n, vocab].
@@ -82,7 +81,7 @@ def replay(
             positions=tuple(position for _, start, stop in parts for position in range(start, stop)),
             query_offsets=tuple(offsets),
             context_lens=tuple(stop for _, _, stop in parts),
-            slots=tuple(first_slot + index for index, _, _ in parts),
+            slots=tuple(index for index, _, _ in parts),
             block_tables=tuple(tuple(tables[index][: -(-stop // block_tokens)]) for index, _, stop in parts),
             logit_rows=tuple(range(offsets[-1])),
             num_decode=num_decode,

@@ -21,6 +21,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from dayzero.core.model import Problem
 from dayzero.model.classes import SIDE_STACKS, find_layers
 from dayzero.model.headers import TensorEntry
+from dayzero.model.reconcile import ignorable_patterns
 from dayzero.model.sources import conversions
 from dayzero.weights.algebra import NotDataMovement, View
 from dayzero.weights.symbolic import ViewTensor, dtype_name
@@ -200,13 +201,8 @@ class _Accounting:
         self.stack, layers = find_layers(model)
         self.num_layers, self.num_mtp = len(layers), num_mtp_layers
         self.layer = re.compile(rf"(?:^|\.){re.escape(self.stack.rpartition('.')[2])}\.(\d+)\.")
-        patterns = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+        self.ignorable = ignorable_patterns(model)
         buffers = [name for name, _ in model.named_buffers()]
-        if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-            patterns.add(r"rotary_emb\.inv_freq")
-        if any(name.endswith("position_ids") for name in buffers):
-            patterns.add(r"(^|\.)position_ids$")
-        self.ignorable = sorted(patterns)
         self.recomputed = set(buffers) - set(model.state_dict())
         base = getattr(model, str(model.base_model_prefix), model)
         children = [name for module in (model, base) for name, _ in module.named_children()]
