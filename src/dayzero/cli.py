@@ -53,21 +53,34 @@ def _status(verdict: str) -> int:
 
 
 @app.command()
-def inspect(path: PathArgument, as_json: JsonOption = False, trust_remote_code: TrustOption = False) -> int:
-    """Describe a model from its config and tensor headers: parameters, layers, caches."""
-    from dayzero.model.describe import describe
-    from dayzero.report.text import model_table
+def inspect(
+    path: Annotated[str, typer.Argument(help="a release folder, a config.json, or the URL of a release folder")],
+    against: Annotated[str | None, typer.Option(help="another release or a 1_model.json: what changed since it")] = None,
+    target: Annotated[str | None, typer.Option("--target", help="also: which operators this target has kernels for")] = None,
+    only_first: Annotated[bool, typer.Option("--provisional", help="the first answer, from keys, and no more")] = False,
+    page: Annotated[Path | None, typer.Option("--html", help="also write the description as a page")] = None,
+    as_json: JsonOption = False,
+    trust_remote_code: TrustOption = False,
+) -> int:
+    """Describe a model from its config and tensor headers: parameters, layers, caches, operators, and what in it is new."""
+    from dayzero import inspection
+    from dayzero.report import model_text
     from dayzero.stages import require_sound
-    from dayzero.summaries import inspect_summary
 
-    model = describe(path, trust_remote_code=trust_remote_code)
-    summary = inspect_summary(model)
+    found = inspection.inspect(
+        path, trust_remote_code=trust_remote_code, only_first=only_first, against=against, target=target,
+        show_first=lambda first: None if as_json else out.print(model_text.first_answer(first)),
+    )  # fmt: skip
+    if page is not None:
+        inspection.write_page(found.model, page)
     try:
-        require_sound(model)
+        require_sound(found.model)
     except DayZeroError as error:
-        error.details = summary | error.details
+        error.details = found.summary() | error.details
         raise
-    _show(as_json, summary, lambda: model_table(model))
+    _show(as_json, found.summary() if as_json else None, lambda: model_text.inspection(
+        found.model, corrections=found.corrections(), against=found.against, coverage=found.coverage
+    ))  # fmt: skip
     return 0
 
 
@@ -119,7 +132,6 @@ def convert(
     verify: Annotated[Path | None, typer.Option("--verify", help="check an artifact instead")] = None,
     source: Annotated[Path | None, typer.Option(help="with --verify: the release it was made from")] = None,
     as_json: JsonOption = False,
-    trust_remote_code: TrustOption = False,
 ) -> int:
     """Stream a checkpoint into rank shards with a conservation ledger, or prove an artifact."""
     from dayzero import conversion
@@ -132,7 +144,7 @@ def convert(
         raise DayZeroError("convert needs a release and a place", got=f"PATH={path}, --out={out_folder}",
                            want="dayzero convert PATH --out DIR", fix="give both, or --verify DIR")  # fmt: skip
     degrees = {"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}
-    result = conversion.convert_release(path, out_folder, plan_file, degrees, to, _say, trust_remote_code=trust_remote_code)
+    result = conversion.convert_release(path, out_folder, plan_file, degrees, to, _say)
     _show(as_json, result, lambda: conversion.result_table(result))
     return 0 if not any(problem["severity"] == "error" for problem in result["problems"]) else 1
 
@@ -160,7 +172,7 @@ def map_operators(
         from dayzero.model.operators import map_release
 
         result = map_release(
-            path, inputs.description(path, False), open_backend(device or "cpu"), context_tokens=context or 2048
+            path, inputs.description(path), open_backend(device or "cpu"), context_tokens=context or 2048
         )
     _show(as_json, record_json(result), lambda: operators_table(result))
     return 0 if not result.missing else 1

@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 
 def convert_release(
-    path: Path, out: Path, plan_file: Path | None, degrees: dict[str, int], to: str | None, say: Say, *, trust_remote_code: bool
+    path: Path, out: Path, plan_file: Path | None, degrees: dict[str, int], to: str | None, say: Say
 ) -> dict[str, Any]:
     """Convert and return the report as JSON. `degrees` other than 1 and a plan file exclude each other."""
     from dayzero.weights.convert import convert
@@ -33,11 +33,11 @@ def convert_release(
     from dayzero.model.describe import describe
     from dayzero.stages import require_sound
 
-    model = describe(path, trust_remote_code=trust_remote_code)
+    model = describe(path, operators=False)
     require_sound(model)
     layout = _layout(model, plan_file, degrees)
     with bytes_progress(say) as progress:
-        return record_json(convert(path, model, layout, out, progress=progress, trust_remote_code=trust_remote_code))
+        return record_json(convert(path, model, layout, out, progress=progress))
 
 
 def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, int]) -> Layout:

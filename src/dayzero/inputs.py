@@ -20,15 +20,16 @@ def is_run(path: Path) -> bool:
     return (path / INPUTS_FILE).is_file()
 
 
-def description(path: Path, trust_remote_code: bool) -> ModelDescription:
-    """The description of a release folder, a config.json or a 1_model.json; unsound ones are refused."""
+def description(path: Path, trust_remote_code: bool = False) -> ModelDescription:
+    """The description of a release folder, a config.json or a 1_model.json; unsound ones are refused. Without the operators,
+    which take longest and no stage needs but `inspect`."""
     data = read_json(path) if path.is_file() else None
     if isinstance(data, dict) and str(data.get("schema", "")).startswith("dayzero.model/"):
         model = read_record(ModelDescription, path)
     else:
         from dayzero.model.describe import describe
 
-        model = describe(path, trust_remote_code=trust_remote_code)
+        model = describe(path, trust_remote_code=trust_remote_code, operators=False)
     require_sound(model)
     return model
 

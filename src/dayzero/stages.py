@@ -199,6 +199,13 @@ def engine_info(url: str) -> EngineInfo:
     import httpx
 
     listed = httpx.get(f"{url}/v1/models", timeout=30.0, trust_env=False).json()["data"][0]
+    if "engine" not in listed:
+        raise DayZeroError(
+            "this server does not say what it runs",
+            got=f"{url}/v1/models without `engine`",
+            want="a server that `dayzero serve` started",
+            fix="give the url of one, or leave --url out",
+        )
     return from_dict(EngineInfo, listed["engine"], source="the server's model list")
 
 
@@ -257,10 +264,9 @@ def validate(store: RunStore, url: str, say: Say) -> NumericsReport:
     from dayzero.validate.run import judge
 
     started, source, arguments = time.monotonic(), source_of(store), engine_arguments(store)
-    trusted = bool(option_of(store, "trust_remote_code"))
     say("asking the engine and the server")
     with HttpSubject(url) as served:
-        asked = ask_engine(arguments, source, options=InputOptions(trust_remote_code=trusted), served=served)
+        asked = ask_engine(arguments, source, options=InputOptions(), served=served)
     exact, no_exact = None, ""
     if asked.info.dtype not in EXACT_DTYPES:
         no_exact = no_room_at_float32(arguments, source, store.read("plan", Plan))
@@ -269,7 +275,7 @@ def validate(store: RunStore, url: str, say: Say) -> NumericsReport:
             exact = ask_engine(arguments | {"dtype": "float32"}, source, inputs=for_float32(asked.inputs), parameters=False)
     report = judge(
         asked,
-        ReleaseReference(source, trust_remote_code=trusted),
+        ReleaseReference(source),
         exact=exact,
         no_exact=no_exact,
         layer_kinds=store.read("inspect", ModelDescription).layer_kinds,
@@ -285,17 +291,16 @@ def bench(store: RunStore, url: str, pids: tuple[int, ...], say: Say) -> BenchRe
 
     from dayzero.report.bench import bench as measure
 
-    workload, serving_report = workload_of(store), store.read("serve", ServingReport)
-    engine = serving_report.engine
+    workload, engine = workload_of(store), engine_info(url)
     concurrencies = sorted({1, 2, 4, workload.concurrency} & set(range(1, workload.concurrency + 1)))
     report = measure(
         url,
-        instruction_set=str(engine["instruction_set"]),
+        instruction_set=engine.instruction_set,
         concurrencies=concurrencies,
         requests_per_point=max(4, workload.concurrency),
         input_tokens=workload.input_tokens,
         output_tokens=workload.output_tokens,
-        vocab_size=int(engine["vocab_size"]),
+        vocab_size=engine.vocab_size,
         memory_of=list(pids),
         max_ttft_s=workload.max_ttft_s,
         max_tpot_s=workload.max_tpot_s,
@@ -312,14 +317,14 @@ def soak(store: RunStore, url: str, pids: tuple[int, ...], say: Say, duration_s:
 
     from dayzero.report.soak import soak as load
 
-    workload, serving_report = workload_of(store), store.read("serve", ServingReport)
+    workload, engine = workload_of(store), engine_info(url)
     report = load(
         url,
         duration_s=workload.soak_s if duration_s is None else duration_s,
         concurrency=workload.concurrency,
         pids=list(pids),
-        vocab_size=int(serving_report.engine["vocab_size"]),
-        context_tokens=int(serving_report.engine["capacity_tokens"]),
+        vocab_size=engine.vocab_size,
+        context_tokens=engine.capacity_tokens,
         progress=say,
     )
     report = replace(report, inputs=store.input_hashes("soak"))

@@ -2,14 +2,28 @@
 
 from typing import Any
 
+from dayzero.core.coverage import TargetCoverage, coverage_summary
+from dayzero.core.difference import Difference
 from dayzero.core.model import ModelDescription
-from dayzero.core.records import to_dict
+from dayzero.core.operator_totals import Totals, operator_totals
+from dayzero.core.records import record_json, to_dict
 
 CACHE_LENGTHS = (8_192, 131_072, 1_048_576)
+CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
+EXAMPLE_TOKENS = 8_192  # formulas are also given as numbers here: one sequence, a prefill and a decode step of that context
 
 
-def inspect_summary(model: ModelDescription) -> dict[str, Any]:
-    """`dayzero inspect --json`. `cache.bytes_per_token` is the slope beyond every window, `bytes_per_sequence` the constant."""
+def inspect_summary(
+    model: ModelDescription,
+    *,
+    first: ModelDescription | None = None,
+    against: Difference | None = None,
+    coverage: TargetCoverage | None = None,
+) -> dict[str, Any]:
+    """`dayzero inspect --json`. `cache.bytes_per_token` is the slope beyond every window, `bytes_per_sequence` the constant.
+
+    first: the provisional answer, whose figures that differ are told in `corrected`.
+    """
     return {
         "schema": ModelDescription.SCHEMA,
         "name": model.name,
@@ -20,33 +34,90 @@ def inspect_summary(model: ModelDescription) -> dict[str, Any]:
         "total_parameters": model.total_parameters,
         "active_parameters": model.active_parameters,
         "mtp_parameters": model.mtp_parameters,
-        "parameters_by_role": parameters_by_role(model),
+        "parameters_by_role": model.parameters_by_role,
         "layer_kinds": [
             {"kind": kind.name, "count": len(kind.layers), "mixer": kind.mixer, "feed_forward": kind.feed_forward}
             for kind in model.layer_kinds
         ],
-        "cache": {
-            "dtype": model.dtype,
-            "bytes_per_token": model.cache_bytes_per_token,
-            "bytes_per_sequence": model.cache_bytes_per_sequence,
-            "bytes_at_tokens": {str(tokens): model.cache_bytes(tokens) for tokens in CACHE_LENGTHS},
-        },
+        "structure": to_dict(model.structure),
+        "cache": cache_summary(model),
+        "operators": operators_summary(model),
+        "operator_notes": list(dict.fromkeys(
+            note for graph in (*(kind.operators for kind in model.layer_kinds), model.outer_operators) for note in graph.notes
+        )),
         "towers": list(model.towers),
         "stop_token_ids": list(model.stop_token_ids),
         "rope": model.rope,
-        "quantization": model.quantization,
+        "quantization": {"groups": {g.name: to_dict(g) for g in model.quantization_groups}} | model.quantization,
         "checkpoint_bytes": model.checkpoint_bytes,
         "has_weights": model.has_weights,
         "provisional": model.provisional,
+        "corrected": [] if first is None else corrections(first, model),
+        "consumed_keys": model.key_readers or dict.fromkeys(model.consumed_keys, ""),
+        "inert_keys": list(model.inert_keys),
         "unconsumed_keys": list(model.unconsumed_keys),
+        "novel_keys": list(model.novel_keys),
         "problems": [to_dict(problem) for problem in model.problems],
+        "against": None if against is None else record_json(against),
+        "coverage": None if coverage is None else coverage_summary(coverage),
+    }  # fmt: skip
+
+
+def cache_summary(model: ModelDescription) -> dict[str, Any]:
+    """Bytes of the caches of one sequence, at the model's dtype and at others (of what grows; constant states keep theirs)."""
+    return {
+        "dtype": model.dtype,
+        "bytes_per_token": model.cache_bytes_per_token,
+        "bytes_per_sequence": model.cache_bytes_per_sequence,
+        "bytes_at_tokens": {str(tokens): model.cache_bytes(tokens) for tokens in CACHE_LENGTHS},
+        "by_dtype": {
+            dtype: {str(tokens): model.cache_bytes(tokens, dtype) for tokens in CACHE_LENGTHS}
+            for dtype in dict.fromkeys((model.dtype, *CACHE_DTYPES))
+        },
+        "by_layer_kind": {
+            kind.name: {
+                "layers": len(kind.layers),
+                "tensors": [to_dict(spec) for spec in kind.cache],
+                "bytes_at_tokens": {str(n): sum(s.bytes_for(n) for s in kind.cache) * len(kind.layers) for n in CACHE_LENGTHS},
+            }
+            for kind in model.layer_kinds
+        },
     }
 
 
-def parameters_by_role(model: ModelDescription) -> dict[str, int]:
-    """Elements by role: tied ones once, without buffers."""
-    counts: dict[str, int] = {}
-    for parameter in model.parameters:
-        if parameter.tied_to is None and not parameter.is_buffer:
-            counts[parameter.role] = counts.get(parameter.role, 0) + parameter.num_elements
-    return counts
+def operators_summary(model: ModelDescription) -> list[dict[str, Any]]:
+    """Distinct operators over the whole model: `flops` and `bytes` are formulas in B, T and C, `..._at_8k` their values."""
+
+    def phase(totals: Totals, new_tokens: int) -> dict[str, Any]:
+        flops, moved = totals.at(sequences=1, new_tokens=new_tokens, context_tokens=EXAMPLE_TOKENS)
+        return to_dict(totals) | {"flops_at_8k": flops, "bytes_at_8k": moved}
+
+    return [
+        {
+            "name": one.name,
+            "kind": one.kind,
+            "count": max(one.prefill.count, one.decode.count),
+            "prefill": phase(one.prefill, EXAMPLE_TOKENS),
+            "decode": phase(one.decode, 1),
+        }
+        for one in operator_totals(model)
+    ]
+
+
+def corrections(first: ModelDescription, measured: ModelDescription) -> list[dict[str, Any]]:
+    """Figures of the first answer and what they are when measured; `same` says whether it was confirmed."""
+    figures = {
+        "total_parameters": lambda m: m.total_parameters,
+        "active_parameters": lambda m: m.active_parameters,
+        "mtp_parameters": lambda m: m.mtp_parameters,
+        "cache_bytes_per_token": lambda m: m.cache_bytes_per_token,
+        "cache_bytes_per_sequence": lambda m: m.cache_bytes_per_sequence,
+        "num_layers": lambda m: m.dimensions.num_layers,
+        "layer_kinds": lambda m: ", ".join(f"{len(kind.layers)} x {kind.name}" for kind in m.layer_kinds),
+        "num_experts": lambda m: m.dimensions.num_experts,
+        "dtype": lambda m: m.dtype,
+    }  # fmt: skip
+    return [
+        {"figure": name, "first": read(first), "measured": read(measured), "same": read(first) == read(measured)}
+        for name, read in figures.items()
+    ]

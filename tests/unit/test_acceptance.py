@@ -19,7 +19,7 @@ from dayzero.core.records import from_dict, record_json
 from dayzero.core.reports import Acceptance, BenchReport, Check, LayerError, NumericsReport, Spread, StabilityReport
 from dayzero.core.runstore import STAGES, RunStore
 from dayzero.core.target import TargetSummary
-from dayzero.report import charts, text
+from dayzero.report import charts, model_text, text
 from dayzero.report.acceptance import build
 from dayzero.report.html import render
 from tests.unit.run_folder import make_model, make_operators, make_plan, make_run_folder
@@ -87,7 +87,7 @@ def test_a_whole_run_passes_in_four_dimensions(tmp_path: Path) -> None:
     assert set(acceptance.inputs) == set(STAGES_OF_A_RUN)
     assert_self_contained(page, reader)
     pictures = sum(tag == "svg" for tag, _ in reader.tags)
-    assert pictures == 6  # ledger, layers, throughput, TPOT, memory, coverage
+    assert pictures == 7  # layer stack, ledger, layer errors, throughput, TPOT, memory, coverage
     assert "dayzero validate runs/Small-135M-Instruct@cpu-local" in reader.text
     assert "What failed" not in reader.text and "Signature" in reader.text and "The capital of France is Paris." in reader.text
     assert "torch 2.13.0" in reader.text and "AVX2" in reader.text
@@ -244,7 +244,7 @@ def print_all(store: RunStore) -> str:
     target = TargetSummary(id="x[1]", vendor="v", memory_bytes=2**36, memory_bytes_per_s=1e12, num_cards=8, torch_device="cpu",
                            torch_plugin=None, confidence="high")  # fmt: skip
     for table in (
-        text.model_table(make_model(failing=True)),
+        model_text.model_table(make_model(failing=True)),
         text.plan_table(store.read("plan", Plan)),
         text.targets_table([target]),
         text.operators_table(store.read("map", OperatorMap)),

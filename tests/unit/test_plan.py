@@ -116,7 +116,7 @@ def test_worst_rank_is_the_first_of_its_stage(experts_more, ranks, ep):
 
 @given(st.integers(600 * MIB, 4 * GIB), st.integers(0, 2 * GIB), st.sampled_from([1, 2, 4]),
        st.integers(160, 100_000), st.integers(1, 64))  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_adding_memory_never_makes_feasible_infeasible(memory, more, devices, context, concurrency):
     model = make_latent_moe_model(**SMALL)
     options = {"devices": devices, "context": context, "concurrency": concurrency}

@@ -86,7 +86,7 @@ def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     assert_refused(refused.value, None)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     body=st.dictionaries(
         st.sampled_from([name for name, _, _ in BAD_FIELDS + BAD_COMPLETION_FIELDS + BAD_CHAT_FIELDS]) | st.text(max_size=3),

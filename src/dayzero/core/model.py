@@ -4,11 +4,12 @@ Names: a parameter is its qualified name in the unsharded transformers class wit
 `sources` are checkpoint names, where `*` stands for an expert index. Ranks never appear in names.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import ClassVar, Literal
 
 from dayzero.core.records import STRICT
+from dayzero.core.structure import QuantizationGroup, Structure
 from dayzero.core.units import DTYPE_BITS, tensor_bytes
 
 # What a parameter is for. Decides what stays in high precision, how it may be sharded and how it is displayed.
@@ -109,14 +110,19 @@ class CacheSpec:
         """Bytes of this tensor for one sequence of `num_tokens` (one layer). `dtype` replaces a growing cache's dtype."""
         bits = DTYPE_BITS[dtype if dtype and self.elements_per_token else self.dtype]
         kept = num_tokens if self.window_tokens is None else min(num_tokens, self.window_tokens)
-        entries = -(-kept // self.tokens_per_entry)
+        entries = kept // self.tokens_per_entry  # an entry is made when its tokens are complete
         return -(-(entries * self.elements_per_token + self.elements_per_sequence) * bits // 8)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorNode:
-    """One operator of a layer kind. `flops` and `bytes` are formulas in B (sequences), T (new tokens a sequence),
-    C (context tokens a sequence), evaluated by `core.formulas`."""
+    """Alike operators of one layer. `name` is the first site inside the layer, `kind` the semantic operator (a library
+    operator's name where there is none), `count` how many there are in this layer, all of them in the formulas.
+
+    `flops` and `bytes` (read and written) are formulas in B (sequences), T (new tokens a sequence) and C (tokens a sequence
+    that its cache holds, the new ones included), evaluated by `core.formulas`. Masked attention is counted in full, as an
+    operator without knowledge of the mask computes it.
+    """
 
     __pydantic_config__ = STRICT
     name: str
@@ -124,6 +130,16 @@ class OperatorNode:
     count: int
     flops: str = "0"
     bytes: str = "0"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperatorGraph:
+    """Operators in the order they run: a prefill (C = T) and a decode step (T = 1). `notes`: what could not be resolved."""
+
+    __pydantic_config__ = STRICT
+    prefill: tuple[OperatorNode, ...] = ()
+    decode: tuple[OperatorNode, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,7 +152,7 @@ class LayerKind:
     feed_forward: FeedForwardKind
     layers: tuple[int, ...]
     cache: tuple[CacheSpec, ...] = ()
-    operators: tuple[OperatorNode, ...] = ()
+    operators: OperatorGraph = OperatorGraph()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +189,13 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelDescription:
-    """Everything known about a model without loading it. `provisional` when no class could be built."""
+    """Everything known about a model without loading it. `provisional` when no class could be built.
+
+    `parameters_by_role` counts tied ones once and no buffers. `outer_operators` are those outside the decoder layers.
+    Every key of the config is in one of three lists (dotted paths): consumed (by whom: `key_readers`), inert (known, but
+    nothing that builds or runs the model reads it), unconsumed (nobody knows it here). `novel_keys` are those of the last list
+    that no model known to transformers has. `checkpoint_bytes` is counted where there are weights, else computed.
+    """
 
     SCHEMA: ClassVar[str] = "dayzero.model/1"
     __pydantic_config__ = STRICT
@@ -189,11 +211,18 @@ class ModelDescription:
     total_parameters: int
     active_parameters: int
     mtp_parameters: int = 0
+    parameters_by_role: dict[str, int] = None  # type: ignore[assignment]
+    outer_operators: OperatorGraph = OperatorGraph()
+    structure: Structure = field(default_factory=Structure)
     towers: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     quantization: dict[str, str] = None  # type: ignore[assignment]
+    quantization_groups: tuple[QuantizationGroup, ...] = ()
     rope: dict[str, dict[str, float | str | None]] = None  # type: ignore[assignment]
     consumed_keys: tuple[str, ...] = ()
+    inert_keys: tuple[str, ...] = ()
+    novel_keys: tuple[str, ...] = ()
+    key_readers: dict[str, str] = None  # type: ignore[assignment]
     unconsumed_keys: tuple[str, ...] = ()
     checkpoint_bytes: int | None = None
     has_weights: bool = False
@@ -205,6 +234,8 @@ class ModelDescription:
         assert covered == list(range(self.dimensions.num_layers)), f"layer kinds cover {covered}"
         object.__setattr__(self, "quantization", self.quantization or {})
         object.__setattr__(self, "rope", self.rope or {})
+        object.__setattr__(self, "key_readers", self.key_readers or {})
+        object.__setattr__(self, "parameters_by_role", self.parameters_by_role or _by_role(self.parameters))
 
     def kind_of(self, layer: int) -> LayerKind:
         return next(kind for kind in self.layer_kinds if layer in kind.layers)
@@ -231,3 +262,11 @@ class ModelDescription:
             for kind in self.layer_kinds
             for spec in kind.cache
         )
+
+
+def _by_role(parameters: tuple[Parameter, ...]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for parameter in parameters:
+        if parameter.tied_to is None and not parameter.is_buffer:
+            counts[parameter.role] = counts.get(parameter.role, 0) + parameter.num_elements
+    return counts

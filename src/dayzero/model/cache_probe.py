@@ -44,11 +44,15 @@ class _Seen:
 
 @dataclass(slots=True)
 class _Run:
-    """One forward: tensors by cache layer and name, windows and sliding flags by cache layer, mixers by decoder layer."""
+    """One forward: tensors by cache layer and name, windows and sliding flags by cache layer, mixers by decoder layer.
+
+    `written`: the cache layers that a decoder layer changed; several where it runs more than once, or holds several mixers.
+    """
 
     tensors: dict[int, dict[str, _Seen]] = field(default_factory=dict)
     windows: dict[int, int] = field(default_factory=dict)
     mixers: dict[int, list[str]] = field(default_factory=dict)
+    written: dict[int, list[int]] = field(default_factory=dict)
 
 
 def probe_caches(
@@ -146,7 +150,7 @@ def _run(
     run = _Run()
     answering = nullcontext() if answer is None else _Answer(answer)
     with (
-        _reused_layers(layers, signatures, first_of, reuse),
+        _reused_layers(layers, signatures, first_of, reuse, run),
         _watched(layers, run),
         meta_nonzero(),
         answering,
@@ -170,16 +174,33 @@ def is_cache(value: object) -> bool:
 
 @contextmanager
 def _reused_layers(
-    layers: Sequence[nn.Module], signatures: Sequence[Hashable], first_of: dict[Hashable, int], reuse: bool
+    layers: Sequence[nn.Module],
+    signatures: Sequence[Hashable],
+    first_of: dict[Hashable, int],
+    reuse: bool,
+    run: _Run | None = None,
 ) -> Iterator[None]:
-    """While active, a layer whose like was already run returns the same (meta) output instead of running."""
+    """While active, a layer whose like was already run returns the same (meta) output instead of running.
+
+    run: gets the cache layers that each layer wrote.
+    """
     outputs: dict[Hashable, Any] = {}
+    called: set[int] = set()
 
     def wrap(index: int, original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if reuse and index in called:
+                raise RuntimeError("layers run more than once")  # each time on a cache of its own: all must be seen
+            called.add(index)
             if reuse and first_of[signatures[index]] != index and signatures[index] in outputs:
                 return outputs[signatures[index]]
+            cache = next((value for value in (*args, *kwargs.values()) if is_cache(value)), None)
+            before = _fingerprints(cache)
             outputs[signatures[index]] = original(*args, **kwargs)
+            if run is not None:
+                changed = [number for number, print_ in _fingerprints(cache).items() if before.get(number) != print_]
+                known = run.written.setdefault(index, [])
+                known += [number for number in changed if number not in known]
             return outputs[signatures[index]]
 
         return forward
@@ -193,6 +214,25 @@ def _reused_layers(
     finally:
         for layer in wrapped:
             layer.__dict__.pop("forward", None)
+
+
+def _fingerprints(cache: Any) -> dict[int, tuple[Any, ...]]:
+    """Per cache layer, what changes when something is written into it: which tensors it holds, and their versions."""
+    return {
+        number: tuple((name, id(value), value._version, tuple(value.shape)) for name, value in _tensors(vars(layer)))
+        for number, layer in enumerate(getattr(cache, "layers", None) or ())
+    }
+
+
+def _tensors(value: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(item, f"{name}.{key}")
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _tensors(item, f"{name}.{place}")
 
 
 @contextmanager
@@ -220,8 +260,11 @@ def _watched(layers: Sequence[nn.Module], run: _Run) -> Iterator[None]:
 
 def _read_cache(cache: Any, num_layers: int, run: _Run) -> None:
     for index, layer in enumerate(getattr(cache, "layers", None) or ()):
+        held: set[int] = set()  # keys that are the values too are one tensor
         for name, value in vars(layer).items():
-            _walk(name, value, run.tensors.setdefault(index, {}))
+            if id(value) not in held:
+                _walk(name, value, run.tensors.setdefault(index, {}))
+            held.add(id(value))
         window = getattr(layer, "sliding_window", None)
         if isinstance(window, int) and not isinstance(window, bool) and window > 0:
             run.windows[index] = window
@@ -268,7 +311,11 @@ def _layer_cache(
 ) -> LayerCache:
     source = first_of[signatures[index]] if reuse else index
     mixers = _outermost(runs[0].mixers.get(source, []))
-    numbers = _cache_indices(layers[source], mixers, source)
+    numbers = runs[0].written.get(source) or _cache_indices(layers[source], mixers, source)
+    if index == len(layers) - 1:
+        # Other stacks beside the layers keep caches too: they are counted here, so that the whole is right.
+        accounted = {number for written in runs[0].written.values() for number in written}
+        numbers = [*numbers, *(number for number in runs[0].tensors if number >= len(layers) and number not in accounted)]
     specs: list[CacheSpec] = []
     for number in numbers:
         names = dict.fromkeys(name for run in runs for name in run.tensors.get(number, {}))
@@ -329,6 +376,8 @@ def _spec(label: str, name: str, seen: list[_Seen | None], lengths: tuple[int, .
             name=label,
             dtype=long.dtype,
             elements_per_token=elements[1] // long.shape[dim],
+            # A prefix that every sequence has, whatever its length.
+            elements_per_sequence=max(0, elements[1] - grown * lengths[1] // tokens) if tokens == entries else 0,
             tokens_per_entry=tokens // entries,
             heads=heads,
         )

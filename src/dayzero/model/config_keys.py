@@ -25,7 +25,6 @@ ROPE_ALIASES = {"su": "longrope", "mrope": "default"}
 # What says nothing about scaling: a dict of these keys alone needs no type.
 ROPE_LAYOUT_KEYS = frozenset({"rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved", "type", "rope_type"})
 
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionShape:
     num_heads: int
@@ -48,6 +47,12 @@ def known_rope_types() -> frozenset[str]:
                 str(key.value) for key in table.keys if isinstance(key, ast.Constant) and isinstance(key.value, str)
             ) | {"default"}
     raise AssertionError(f"no ROPE_INIT_FUNCTIONS in {source}")
+
+
+def text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config that describes the text decoder: its text_config, or the whole."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
 
 
 def normalise_rope(config: Mapping[str, Any]) -> dict[str, RopeForm]:
@@ -73,6 +78,28 @@ def normalise_rope(config: Mapping[str, Any]) -> dict[str, RopeForm]:
     if not given and config.get("rope_theta") is None:
         return {}
     return {"all": _rope_form(given, config, "rope_parameters" if parameters else "rope_scaling")}
+
+
+def respelled_rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of a config in which scaling types have the names that classes know, at the top and in nested configs.
+
+    Some classes translate old names themselves and others fail on them, or leave positions unscaled.
+    """
+    respelled = dict(config)
+    for key, value in config.items():
+        if key in ("rope_scaling", "rope_parameters") and isinstance(value, Mapping):
+            parts = {name: _respelled(part) if isinstance(part, Mapping) else part for name, part in value.items()}
+            respelled[key] = _respelled(parts)
+        elif key.endswith("_config") and isinstance(value, Mapping):
+            respelled[key] = respelled_rope(value)
+    return respelled
+
+
+def _respelled(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: ROPE_ALIASES.get(value, value) if name in ("type", "rope_type") and isinstance(value, str) else value
+        for name, value in rope.items()
+    }
 
 
 def _rope_dict(config: Mapping[str, Any], key: str) -> dict[str, Any] | None:

@@ -15,40 +15,54 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dayzero.core.model import Dimensions, LayerKind, ModelDescription, Parameter, Problem
-from dayzero.model.config_keys import config_dtype, normalise_rope, quantization_summary, stop_tokens
-from dayzero.model.estimate import MTP, estimate
-from dayzero.model.release import Release, open_release, read_object
+from dayzero.core.errors import DayZeroError
+from dayzero.core.model import Dimensions, LayerKind, ModelDescription, OperatorGraph, Parameter, Problem
+from dayzero.core.structure import QuantizationGroup, Structure
+from dayzero.model.config_keys import normalise_rope, quantization_summary, text_keys
+from dayzero.model.estimate import MTP
+from dayzero.model.provisional import model_dtype, provisional, stops_of
+from dayzero.model.release import Release, open_release
+from dayzero.model.stored import checkpoint_bytes, quantization_groups
+from dayzero.model.stored.quantization import settings_beside
 
 
-def describe(path: Path, *, trust_remote_code: bool = False) -> ModelDescription:
+def describe(path: Path, *, trust_remote_code: bool = False, operators: bool = True) -> ModelDescription:
     """The description of a release folder or a bare config.json.
 
     Raises DayZeroError when there is no config, or its class refuses it.
     """
-    return describe_release(open_release(path), trust_remote_code=trust_remote_code)
+    return describe_release(open_release(path), trust_remote_code=trust_remote_code, operators=operators)
 
 
-def describe_release(release: Release, *, trust_remote_code: bool = False) -> ModelDescription:
-    """As `describe`, for a release that is already open."""
-    text = _text_keys(release.config)
-    rope = normalise_rope(text)  # before transformers sees it: contradictions are errors here and silent there
-    declared, dtype_problems = config_dtype(release.config)
+def describe_release(release: Release, *, trust_remote_code: bool = False, operators: bool = True) -> ModelDescription:
+    """As `describe`, for a release that is already open. Without `operators`, their graphs and the structure facts, which take
+    a few seconds, are left empty. Code of the release is run only when trusted, and then in a confined process."""
+    # Before transformers sees it: contradictions are errors here and silent there.
+    rope = normalise_rope(text_keys(release.config))
+    dtype, problems = model_dtype(release)
     with _quiet():
-        from dayzero.model.resolve import Resolved, compute_dtype, resolve
+        from dayzero.model.remote.code import tokenizer_needs_code
+        from dayzero.model.remote.sandbox import allowed_here, describe_in_sandbox
+        from dayzero.model.resolve import Resolved, remote_class, resolve
 
-        dtype = compute_dtype(declared or _census(release))
+        if trust_remote_code and not allowed_here() and remote_class(release) is not None:
+            return describe_in_sandbox(release.folder)
         resolved = resolve(release, trust_remote_code=trust_remote_code)
-        problems = [*release.problems, *dtype_problems]
+        problems = [*release.problems, *problems]
+        if (needed := tokenizer_needs_code(release)) is not None:
+            problems.append(needed)
         if isinstance(resolved, Resolved):
-            return _Measured(release, resolved, dtype, rope, problems).description()
-        return _estimated(release, dtype, rope, [*problems, resolved])
+            return _Measured(release, resolved, dtype, rope, problems, operators=operators).description()
+        return provisional(release, [*problems, resolved])
 
 
 class _Measured:
     """The description of a release whose class could be built."""
 
-    def __init__(self, release: Release, resolved: Any, dtype: str, rope: dict[str, Any], problems: list[Problem]) -> None:
+    def __init__(
+        self, release: Release, resolved: Any, dtype: str, rope: dict[str, Any], problems: list[Problem], *, operators: bool
+    ) -> None:
+        self.operators = operators
         self.release, self.resolved, self.dtype, self.rope = release, resolved, dtype, rope
         self.problems = [*problems, *resolved.problems]
         self.provisional = False
@@ -74,11 +88,13 @@ class _Measured:
         parameters = ShardRules(model, getattr(model, "tp_plan", None) or {}, heads).apply(parameters)
         kinds = layer_kinds.with_sharded_heads(layer_kinds.group_layers(list(layers), caches, parameters, text), parameters)
         num_experts, per_token = inventory.count_experts(model, place), inventory.experts_per_token(text)
-        total, active = inventory.count_parameters(parameters, num_experts, per_token)
+        by_role, active = inventory.count_parameters(parameters, num_experts, per_token)
         parameters, mtp_parameters = self._with_sources(model, parameters, len(layers), num_experts)
-        consumed, unconsumed = key_usage(self.release.config, self.resolved.config, reads)
+        groups, expected_mtp = self._stored(model, parameters, len(layers))
+        kinds, outer, structure = self._followed(model, kinds, parameters, text)
+        usage = key_usage(self.release.config, self.resolved.config, reads)
         dimensions = _dimensions(model, text, kinds, len(layers), num_experts, per_token, self.release.config)
-        stops, stop_problems = _stops(self.release, dimensions.vocab_size)
+        stops, stop_problems = stops_of(self.release, dimensions.vocab_size)
         return ModelDescription(
             name=self.release.name,
             model_type=str(self.release.config.get("model_type", model.config.model_type)),
@@ -88,16 +104,23 @@ class _Measured:
             dimensions=dimensions,
             layer_kinds=kinds,
             parameters=tuple(parameters),
-            total_parameters=total,
+            total_parameters=sum(by_role.values()),
+            parameters_by_role=by_role,
             active_parameters=active,
-            mtp_parameters=mtp_parameters,
+            mtp_parameters=mtp_parameters if self.release.has_weights else expected_mtp,
+            outer_operators=outer,
+            structure=structure,
             towers=place.towers,
             stop_token_ids=stops,
             quantization=quantization_summary(self.release.config),
+            quantization_groups=groups,
             rope=self.rope,
-            consumed_keys=consumed,
-            unconsumed_keys=unconsumed,
-            checkpoint_bytes=self.release.checkpoint_bytes,
+            consumed_keys=usage.consumed,
+            inert_keys=usage.inert,
+            unconsumed_keys=usage.unconsumed,
+            novel_keys=usage.novel,
+            key_readers=usage.readers,
+            checkpoint_bytes=self.release.checkpoint_bytes if self.release.has_weights else checkpoint_bytes(groups),
             has_weights=self.release.has_weights,
             provisional=self.provisional,
             problems=(*self.problems, *stop_problems),
@@ -132,6 +155,44 @@ class _Measured:
                 )
             )
             return assumed_caches(layers, text, self.dtype)
+
+    def _stored(
+        self, model: Any, parameters: list[Parameter], num_layers: int
+    ) -> tuple[tuple[QuantizationGroup, ...], int]:
+        """How the release stores its parameters, draft layers included; and how many parameters those have."""
+        from dayzero.model.reconcile import ignorable_patterns
+        from dayzero.model.stored.drafts import draft_block
+
+        config = self.release.config
+        drafts = draft_block(config, parameters, num_layers=num_layers, ignorable=ignorable_patterns(model))
+        if not self.release.has_weights:  # what is assumed; the headers know
+            told = [Problem(kind="draft_layers", severity="warning", file="config.json", detail=n) for n in drafts.notes]
+            self.problems += told
+        beside = settings_beside(self.release)
+        return quantization_groups(config, (*parameters, *drafts.parameters), beside=beside), drafts.stored_parameters
+
+    def _followed(
+        self, model: Any, kinds: tuple[LayerKind, ...], parameters: list[Parameter], text: Any
+    ) -> tuple[tuple[LayerKind, ...], OperatorGraph, Structure]:
+        """Layer kinds with their operators, those outside the layers, and the facts measured on a small instance."""
+        if not self.operators:
+            return kinds, OperatorGraph(), Structure()
+        import torch
+
+        from dayzero.model.operator_graph import operator_graphs
+        from dayzero.model.shrink import build_shrunken
+        from dayzero.model.structure import read_structure
+
+        graphs = operator_graphs(model, kinds, text)
+        notes: tuple[str, ...] = ()
+        small = None
+        try:
+            small = build_shrunken(self.resolved.config, dtype=torch.float32, seed=0)
+        except DayZeroError as error:
+            notes = (f"no small instance to measure on: {error.what} ({error.got})",)
+        structure = read_structure(model, self.release.config, kinds, parameters, small=small)
+        kinds = tuple(replace(kind, operators=graphs.by_kind[kind.name]) for kind in kinds)
+        return kinds, graphs.outer, replace(structure, notes=(*structure.notes, *notes))
 
     def _with_sources(
         self, model: Any, parameters: list[Parameter], num_layers: int, num_experts: int
@@ -191,77 +252,8 @@ def _dimensions(
         num_experts=num_experts,
         num_experts_per_token=per_token if num_experts else 0,
         num_shared_experts=(key("n_shared_experts", "num_shared_experts", "moe_num_shared_experts") or 0) if num_experts else 0,
-        num_mtp_layers=next((int(part[name]) for part in (_text_keys(config), config) for name in MTP if part.get(name)), 0),
+        num_mtp_layers=next((int(part[name]) for part in (text_keys(config), config) for name in MTP if part.get(name)), 0),
     )
-
-
-def _estimated(release: Release, dtype: str, rope: dict[str, Any], problems: list[Problem]) -> ModelDescription:
-    guess = estimate(release.config, dtype)
-    stops, stop_problems = _stops(release, guess.dimensions.vocab_size)
-    if guess.unknown:
-        problems.append(
-            Problem(kind="estimate", severity="warning", file="config.json", detail="not known: " + "; ".join(guess.unknown))
-        )
-    from dayzero.model.key_usage import GENERIC
-
-    keys = _paths(release.config)
-    consumed = set(guess.consumed) & set(keys) | {key for key in keys if key.rpartition(".")[2] in GENERIC}
-    return ModelDescription(
-        name=release.name,
-        model_type=str(release.config.get("model_type", "unknown")),
-        architecture=str((release.config.get("architectures") or ["unknown"])[0]),
-        source_hash=release.source_hash,
-        dtype=dtype,
-        dimensions=guess.dimensions,
-        layer_kinds=guess.layer_kinds,
-        parameters=(),
-        total_parameters=guess.total_parameters,
-        active_parameters=guess.active_parameters,
-        stop_token_ids=stops,
-        quantization=quantization_summary(release.config),
-        rope=rope,
-        consumed_keys=tuple(sorted(consumed)),
-        unconsumed_keys=tuple(sorted(set(keys) - consumed)),
-        checkpoint_bytes=release.checkpoint_bytes,
-        has_weights=release.has_weights,
-        provisional=True,
-        problems=(*problems, *stop_problems),
-    )
-
-
-def _paths(config: Mapping[str, Any], prefix: str = "") -> list[str]:
-    paths = []
-    for key, value in config.items():
-        if isinstance(value, Mapping) and key.endswith("_config") and key != "quantization_config":
-            paths += _paths(value, f"{prefix}{key}.")
-        else:
-            paths.append(prefix + key)
-    return paths
-
-
-def _text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
-
-
-def _stops(release: Release, vocab_size: int) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
-    tokenizer = read_object(release.path("tokenizer.json")) if "tokenizer.json" in release.tokenizer_files else None
-    return stop_tokens(
-        release.config,
-        vocab_size=vocab_size,
-        generation_config=release.generation_config,
-        tokenizer_config=release.tokenizer_config,
-        tokenizer=tokenizer,
-    )
-
-
-def _census(release: Release) -> str | None:
-    """The floating dtype that most of the checkpoint's bytes have, where the config names none."""
-    sizes: dict[str, int] = {}
-    for entry in release.tensors.values():
-        if entry.dtype in ("float32", "float16", "bfloat16", "float64"):
-            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
-    return max(sizes, key=lambda name: sizes[name]) if sizes else None
 
 
 @contextlib.contextmanager

@@ -1,212 +1,279 @@
-"""A config that no class can be had for in, a provisional description out, from keys whose meaning is common.
+"""A config that no class can be had for in, a provisional description out, from keys whose meaning is common. No torch.
 
-What can be known so: dense, mixture-of-experts and latent-attention sizes of a standard decoder, to a few percent. What
-cannot: parameter names, anything a key does not say (norms, gates, convolutions, positions), cache layouts of new kinds.
-Every key that was used is listed as consumed and every other as not. No torch.
+What can be known so: sizes, layer kinds and caches of decoders built from known parts (see `keys`). What cannot: parameter
+names, anything a key does not say, layout of new parts. Every figure is provisional. `consumed` says what each key was read
+for; `inert` are keys known to change neither sizes nor caches; `unread` are keys that nothing here knows, which is where a
+new release goes wrong silently; `unknown` are sentences on what had to be assumed or left out.
 """
 
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import CacheSpec, Dimensions, LayerKind
+from dayzero.core.structure import Structure
+from dayzero.model.keys.accounting import accounted, some
+from dayzero.model.keys.compressed import compressed_attention, uses_shared_row
+from dayzero.model.keys.feed_forwards import FeedForwardSizes, dense_width, feed_forward
+from dayzero.model.keys.layer_pattern import Layer, layer_pattern, pattern_depth
+from dayzero.model.keys.linear_mixers import linear_attention, state_space
+from dayzero.model.keys.mixers import Mixer, Sizes, attention, heads_of, rotated_and_not
+from dayzero.model.keys.reader import MOST_LAYERS, Account, Reader
+from dayzero.model.keys.structure import structure
+from dayzero.model.keys.tables import CONCEPTS, TEXT_CONFIGS
+from dayzero.model.keys.towers import towers
 
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-HIDDEN = ("hidden_size", "d_model", "n_embd", "dim")
-HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
-EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
-SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
-EXPERT_WIDTH = (
-    "moe_intermediate_size",
-    "expert_ffn_hidden_size",
-    "moe_ffn_hidden_size",
-    "ffn_hidden_size",
-    "intermediate_size",
-)
-DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
-MTP = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+MTP = CONCEPTS["mtp"].spellings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimate:
+    """`by_role` sums to `total_parameters`; `mtp_parameters` are further ones. Buffers (a bias on the choice of experts) and
+    tied copies are in neither. `consumed`: dotted path -> meaning; `inert`: dotted path -> why."""
+
     dimensions: Dimensions
     layer_kinds: tuple[LayerKind, ...]
     total_parameters: int
     active_parameters: int
+    mtp_parameters: int
     by_role: dict[str, int]
-    consumed: tuple[str, ...]
+    structure: Structure
+    consumed: dict[str, str]
+    inert: dict[str, str]
+    unread: tuple[str, ...]
     unknown: tuple[str, ...]
 
 
-@dataclass(slots=True)
-class _Keys:
-    data: Mapping[str, Any]
-    prefix: str
-    used: set[str] = field(default_factory=set)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counted:
+    """One layer."""
 
-    def integer(self, *names: str, default: int | None = None) -> int | None:
-        for name in names:
-            value = self.data.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                self.used.add(self.prefix + name)
-                return value
-        return default
-
-    def required(self, *names: str) -> int:
-        value = self.integer(*names)
-        if value is None or value < 1:
-            raise DayZeroError(
-                "this config says too little to describe the model",
-                got=f"none of {', '.join(names)}",
-                want="a positive integer",
-                fix="use a transformers that knows the model, or add the key",
-            )
-        return value
+    mixer: Mixer
+    feed: FeedForwardSizes
+    sizes: Sizes
 
 
 def estimate(config: Mapping[str, Any], dtype: str) -> Estimate:
-    """Raises DayZeroError when not even width, depth, heads and vocabulary are given."""
-    nested = config.get("text_config")
-    keys = _Keys(nested, "text_config.") if isinstance(nested, Mapping) else _Keys(config, "")
-    hidden, depth, heads, vocabulary = (keys.required(*names) for names in (HIDDEN, LAYER_COUNTS, HEADS, ("vocab_size",)))
-    head_dim = keys.integer("head_dim") or keys.integer("v_head_dim") or hidden // heads
-    kv_heads = keys.integer("num_key_value_heads", "num_kv_heads", default=heads) or heads
-    unknown: list[str] = []
-    blocks = _block_kinds(keys, hidden, heads, kv_heads, head_dim, depth, unknown)
-    experts = keys.integer(*EXPERTS, default=0) or 0
-    per_token = keys.integer(*PER_TOKEN, default=0) or 0
-    expert_width = keys.integer(*EXPERT_WIDTH) if experts else None
-    shared = keys.integer(*SHARED, default=0) or 0 if experts else 0
-    dense_width = keys.integer("intermediate_size", "ffn_dim", "n_inner", "d_ff")
-    if dense_width is None:
-        dense_width = 4 * hidden
-        unknown.append("the width of the feed-forward layers (4 times the hidden size is assumed)")
-    dense_first = keys.integer(*DENSE_FIRST, default=0) or 0 if experts else depth
-    latent = keys.integer("moe_latent_size", "moe_hidden_size", "routed_expert_hidden_size")
-    roles = {
-        "embedding": vocabulary * hidden,
-        "head": 0 if _tied(keys, config) else vocabulary * hidden,
-        "norm": hidden * (2 * depth + 1),
-    }
-    active = sum(roles.values())
-    kinds: dict[tuple[str, str], list[int]] = {}
-    for layer in range(depth):
-        mixer, mixer_size, _ = blocks[layer]
-        roles["attention"] = roles.get("attention", 0) + mixer_size
-        active += mixer_size
-        if layer < dense_first or not experts:
-            _add(roles, "mlp", 3 * hidden * dense_width)
-            active += 3 * hidden * dense_width
-            kinds.setdefault((mixer, "dense"), []).append(layer)
-            continue
-        assert expert_width is not None
-        one, width = 3 * (latent or hidden) * expert_width, 3 * hidden * expert_width
-        down_up = 2 * hidden * latent if latent else 0
-        _add(roles, "expert", experts * one)
-        _add(roles, "shared_expert", shared * width + down_up)
-        _add(roles, "router", experts * hidden)
-        active += per_token * one + shared * width + down_up + experts * hidden
-        kinds.setdefault((mixer, "moe"), []).append(layer)
-    cache_of = {mixer: specs for mixer, _, specs in blocks}
-    for part in cache_of.values():
-        if not part:
-            unknown.append("the size of the constant state of its linear or state-space layers")
-    made = tuple(
-        LayerKind(name=f"{mixer}+{feed}", mixer=mixer, feed_forward=feed, layers=tuple(layers), cache=cache_of[mixer])  # type: ignore[arg-type]
-        for (mixer, feed), layers in kinds.items()
+    """Raises DayZeroError when not even width, depth and vocabulary are given, or a key holds what it cannot mean."""
+    account = Account()
+    keys = _text_reader(config, account)
+    hidden, vocabulary, depth = keys.required("hidden"), keys.required("vocabulary"), _depth(keys)
+    pattern = layer_pattern(keys, depth)
+    counted = [_count_layer(keys.at(index), layer, dtype) for index, layer in enumerate(pattern)]
+    sizes, idle = _outside(keys, config, hidden, vocabulary, depth)
+    for item in counted:
+        sizes += item.sizes
+        idle += item.feed.idle
+    found = towers(config, account, text_hidden=hidden)
+    sizes["tower"] += sum(item.tower.parameters for item in found)
+    sizes["projector"] += sum(item.projector for item in found)
+    idle += sum(item.idle for item in found)
+    sizes = +sizes
+    _share_caches(keys, depth)
+    kinds = _kinds(counted)
+    num_mtp = _mtp_layers(keys)
+    mtp = _mtp_parameters(keys, pattern, num_mtp, hidden, vocabulary, dtype)
+    total = sum(sizes.values())
+    parts = structure(keys, kinds, [item.tower for item in found])
+    dimensions = _dimensions(keys, pattern, hidden, vocabulary, depth, num_mtp)
+    _note_assumptions(keys)
+    consumed, inert, unread = accounted(config, keys, pattern)
+    if unread:
+        account.note(f"what {len(unread)} keys that nothing here reads decide: {some(unread)}")
+    return Estimate(
+        dimensions=dimensions,
+        layer_kinds=kinds,
+        total_parameters=total,
+        active_parameters=total - idle,
+        mtp_parameters=mtp,
+        by_role=dict(sizes),
+        structure=parts,
+        consumed=consumed,
+        inert=inert,
+        unread=unread,
+        unknown=tuple(account.unknown),
     )
-    made = tuple(_with_dtype(kind, dtype) for kind in made)
-    dimensions = Dimensions(
+
+
+def _text_reader(config: Mapping[str, Any], account: Account) -> Reader:
+    if not isinstance(config, Mapping):
+        raise DayZeroError(
+            "config.json is not an object", got=type(config).__name__, want="an object", fix="correct config.json"
+        )
+    for name in TEXT_CONFIGS:
+        nested = config.get(name)
+        if isinstance(nested, Mapping):
+            inner = nested.get("text_config")
+            if isinstance(inner, Mapping):
+                return Reader(inner, account, prefix=f"{name}.text_config.")
+            return Reader(nested, account, prefix=f"{name}.")
+    return Reader(config, account)
+
+
+def _depth(keys: Reader) -> int:
+    depth = keys.size("depth") or pattern_depth(keys) or keys.required("depth")
+    if depth > MOST_LAYERS:
+        raise keys.wrong(keys.spelled("depth") or "num_hidden_layers", depth, f"at most {MOST_LAYERS} layers")
+    return depth
+
+
+def _count_layer(keys: Reader, layer: Layer, dtype: str, *, experts: int | None = None) -> _Counted:
+    hidden = keys.required("hidden")
+    mixer, feed = _mixer(keys, layer, dtype), feed_forward(keys, layer.feed, experts=experts)
+    sizes: Sizes = Counter(norm=hidden * ((layer.mixer != "none") + (layer.feed != "none")))
+    streams = keys.size("streams")
+    if streams:  # before each half of the layer: what the streams are mixed by, read from all of them
+        sizes["other"] += 2 * ((2 + streams) * streams * (streams * hidden + 1) + 3)
+    sizes += mixer.sizes
+    sizes += feed.sizes
+    if layer.short_convolutions:
+        mixer = _with_short_convolutions(keys, mixer, sizes)
+    return _Counted(mixer=mixer, feed=feed, sizes=sizes)
+
+
+def _mixer(keys: Reader, layer: Layer, dtype: str) -> Mixer:
+    word = layer.mixer
+    if word == "none":
+        return Mixer(kind="none", sizes=Counter())
+    if word == "linear":
+        return linear_attention(keys, dtype)
+    if word == "ssm":
+        return state_space(keys, dtype)
+    if word == "short":
+        taps, hidden = keys.size("short_kernel") or 3, keys.required("hidden")
+        row = CacheSpec(kind="convolution", name="conv_states.0", dtype=dtype, elements_per_sequence=hidden * taps)
+        return Mixer(kind="linear", sizes=Counter(ssm=4 * hidden * hidden, convolution=hidden * taps), cache=(row,))
+    if word in ("light", "heavy") or uses_shared_row(keys):
+        return compressed_attention(keys, "sliding" if word not in ("light", "heavy") else word, dtype)
+    return attention(keys, word, dtype)
+
+
+def _with_short_convolutions(keys: Reader, mixer: Mixer, sizes: Sizes) -> Mixer:
+    """Convolutions of a few taps on keys and values and, where there are four, on what each half of the layer adds."""
+    taps, number, hidden = keys.size("short_kernel") or 4, keys.count("short_convolutions") or 4, keys.required("hidden")
+    if not keys.has("short_convolutions"):
+        keys.account.note("how many short convolutions its layers have: 4 are assumed")
+    widths = [spec.elements_per_token for spec in mixer.cache if spec.elements_per_token] + [hidden, hidden]
+    rows = [
+        CacheSpec(kind="convolution", name=f"conv_states.{index}", dtype="float32", elements_per_sequence=width * taps)
+        for index, width in enumerate(widths[:number])
+    ]
+    sizes["convolution"] += sum(row.elements_per_sequence for row in rows)
+    return Mixer(kind=mixer.kind, sizes=mixer.sizes, cache=(*mixer.cache, *rows))
+
+
+def _outside(keys: Reader, config: Mapping[str, Any], hidden: int, vocabulary: int, depth: int) -> tuple[Sizes, int]:
+    """Parameters outside the layers, and those of them that a token does not use."""
+    sizes: Sizes = Counter(embedding=vocabulary * hidden, norm=hidden)
+    if not _tied(keys, config):
+        sizes["head"] = vocabulary * hidden
+    streams = keys.size("streams")
+    if streams:
+        sizes["other"] += streams * (streams * hidden + 1) + 1
+    width = keys.count("per_layer_input")
+    if width:
+        sizes["embedding"] += (keys.size("per_layer_vocabulary") or vocabulary) * depth * width
+        sizes["other"] += hidden * depth * width + width + depth * (2 * hidden * width + hidden)
+    rows, row_width = keys.integers("ngram_rows"), keys.size("ngram_width")
+    if not rows or not row_width:
+        return sizes, 0
+    tables = sum(row for row in rows if row > 0) * row_width
+    sizes["embedding"] += tables
+    keys.account.note(
+        f"how n-gram tables ({tables / 1e9:.1f}B parameters, in the total and not in the active ones) join the layers: "
+        "no key says, their projections are not counted"
+    )
+    return sizes, tables
+
+
+def _tied(keys: Reader, config: Mapping[str, Any]) -> bool:
+    """The outer config decides for a model of several parts, else the text's."""
+    outer = Reader(config, keys.account).flag("tied")
+    inner = keys.flag("tied")
+    if outer is None and inner is None:
+        keys.account.note(
+            "whether the head is tied to the embedding: tie_word_embeddings is absent, a head of its own is counted"
+        )
+    return bool(inner if outer is None else outer)
+
+
+def _kinds(counted: list[_Counted]) -> tuple[LayerKind, ...]:
+    """Layers with the same mixer, feed-forward, cache and sizes are one kind, named by the first two."""
+    groups: dict[Any, list[int]] = {}
+    for index, item in enumerate(counted):
+        key = (item.mixer.kind, item.feed.kind, item.mixer.cache, tuple(sorted(item.sizes.items())))
+        groups.setdefault(key, []).append(index)
+    kinds: list[LayerKind] = []
+    for (mixer, feed, cache, _), layers in groups.items():
+        name = f"{mixer}+{feed}"
+        same = sum(kind.name.partition("#")[0] == name for kind in kinds)
+        name = f"{name}#{same + 1}" if same else name
+        kinds.append(LayerKind(name=name, mixer=mixer, feed_forward=feed, layers=tuple(layers), cache=cache))
+    return tuple(kinds)
+
+
+def _mtp_layers(keys: Reader) -> int:
+    if keys.flag("mtp_used") is False:
+        return 0
+    modules = keys.count("mtp") or keys.count("mtp_modules") * (keys.count("mtp_transformer") or 1)
+    return min(modules, MOST_LAYERS)
+
+
+def _mtp_parameters(keys: Reader, pattern: list[Layer], number: int, hidden: int, vocabulary: int, dtype: str) -> int:
+    """Each: a layer like the last one that attends, with the last one's feed-forward, and a matrix that joins two inputs."""
+    if not number:
+        return 0
+    attending = [index for index, layer in enumerate(pattern) if layer.mixer not in ("linear", "ssm", "short", "none")]
+    feeding = [index for index, layer in enumerate(pattern) if layer.feed != "none"]
+    if not attending or not feeding:
+        keys.account.note("the layers that predict further tokens: no layer of the decoder is like them")
+        return 0
+    layer = Layer(mixer=pattern[attending[-1]].mixer, feed=pattern[feeding[-1]].feed)
+    one = _count_layer(keys.at(attending[-1]), layer, dtype, experts=keys.size("mtp_experts"))
+    own = vocabulary * hidden if keys.flag("mtp_embeddings") else 0
+    keys.account.note(
+        f"the {number} layers that predict further tokens: each is counted as a layer like the last ones, a matrix of "
+        "2 x hidden by hidden and three norms, without copies of embedding and head; the total does not hold them"
+    )
+    keys.raw("mtp_pattern")
+    return number * (sum(one.sizes.values()) + 2 * hidden * hidden + 3 * hidden + own)
+
+
+def _share_caches(keys: Reader, depth: int) -> None:
+    shared = keys.count("shared_cache_layers")
+    if shared:
+        keys.account.note(f"which cache the last {min(shared, depth)} layers reuse: each is counted with a cache of its own")
+
+
+def _dimensions(keys: Reader, pattern: list[Layer], hidden: int, vocabulary: int, depth: int, num_mtp: int) -> Dimensions:
+    experts = keys.experts()
+    latent = bool(keys.count("kv_rank"))
+    words = [layer.mixer for layer in pattern]
+    attending = next((index for index, word in enumerate(words) if word in ("full", "indexed", "sliding", "chunked")), None)
+    shared_row = any(word in ("light", "heavy") for word in words)
+    heads = heads_of(keys.at(attending), words[attending]) if attending is not None and not latent and not shared_row else None
+    return Dimensions(
         hidden_size=hidden,
         num_layers=depth,
         vocab_size=vocabulary,
-        max_position_tokens=keys.integer("max_position_embeddings"),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=dense_width,
+        max_position_tokens=keys.size("positions"),
+        num_attention_heads=keys.size("heads"),
+        num_key_value_heads=heads.key_values if heads else keys.size("kv_heads"),
+        head_dim=heads.key_dim if heads else sum(rotated_and_not(keys)) if latent else keys.size("head_dim"),
+        value_head_dim=heads.value_dim if heads else keys.size("value_dim"),
+        intermediate_size=dense_width(keys) if any(layer.feed == "dense" for layer in pattern) else keys.size("dense_width"),
         num_experts=experts,
-        num_experts_per_token=per_token,
-        num_shared_experts=shared,
-        num_mtp_layers=keys.integer(*MTP, default=0) or 0,
-    )
-    return Estimate(
-        dimensions=dimensions,
-        layer_kinds=made,
-        total_parameters=sum(roles.values()),
-        active_parameters=active,
-        by_role=roles,
-        consumed=tuple(sorted(keys.used)),
-        unknown=tuple(dict.fromkeys(unknown)),
+        num_experts_per_token=(keys.size("per_token") or 0) if experts else 0,
+        num_shared_experts=(keys.count("shared") or int(keys.count("shared_width") > 0)) if experts else 0,
+        num_mtp_layers=num_mtp,
     )
 
 
-def _add(roles: dict[str, int], role: str, number: int) -> None:
-    roles[role] = roles.get(role, 0) + number
-
-
-def _tied(keys: _Keys, config: Mapping[str, Any]) -> bool:
-    keys.used.add(keys.prefix + "tie_word_embeddings")
-    return bool(keys.data.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
-
-
-def _block_kinds(
-    keys: _Keys, hidden: int, heads: int, kv_heads: int, head_dim: int, depth: int, unknown: list[str]
-) -> list[tuple[str, int, tuple[CacheSpec, ...]]]:
-    """Per layer: mixer kind, its parameters, its cache."""
-    rank = keys.integer("kv_lora_rank")
-    if rank:
-        rope, nope = (
-            keys.integer("qk_rope_head_dim", default=64) or 64,
-            keys.integer("qk_nope_head_dim", default=head_dim) or head_dim,
-        )
-        value, query_rank = keys.integer("v_head_dim", default=head_dim) or head_dim, keys.integer("q_lora_rank")
-        query = hidden * query_rank + query_rank * heads * (nope + rope) if query_rank else hidden * heads * (nope + rope)
-        gate = hidden * heads * value if keys.data.get("mla_use_output_gate") else 0
-        size = query + hidden * (rank + rope) + rank * heads * (nope + value) + heads * value * hidden + gate
-        attention: tuple[str, int, tuple[CacheSpec, ...]] = (
-            "latent",
-            size,
-            (
-                CacheSpec(kind="latent", name="keys", dtype="bfloat16", elements_per_token=rank),
-                CacheSpec(kind="latent", name="values", dtype="bfloat16", elements_per_token=rope),
-            ),
-        )
-    else:
-        size = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        specs = tuple(
-            CacheSpec(kind="full", name=name, dtype="bfloat16", elements_per_token=kv_heads * head_dim, heads=kv_heads)
-            for name in ("keys", "values")
-        )
-        attention = ("full", size, specs)
-    blocks: list[tuple[str, int, tuple[CacheSpec, ...]]] = [attention] * depth
-    linear = keys.data.get("linear_attn_config")
-    if isinstance(linear, Mapping) and isinstance(linear.get("kda_layers"), list):
-        keys.used.add(keys.prefix + "linear_attn_config")
-        wide = int(linear.get("num_heads", heads)) * int(linear.get("head_dim", head_dim))
-        gate = hidden * wide if linear.get("use_full_rank_gate") else 2 * wide * int(linear.get("head_dim", head_dim))
-        size = (
-            4 * hidden * wide
-            + gate
-            + hidden * int(linear.get("num_heads", heads))
-            + wide * int(linear.get("head_dim", head_dim))
-        )
-        unknown.append("low-rank gates and convolutions of its linear-attention layers")
-        state = int(linear.get("num_heads", heads)) * int(linear.get("head_dim", head_dim)) ** 2
-        kernel = int(linear.get("short_conv_kernel_size", 0))
-        specs = (
-            CacheSpec(kind="convolution", name="conv_states", dtype="bfloat16", elements_per_sequence=3 * wide * kernel),
-            CacheSpec(kind="state", name="recurrent_states", dtype="float32", elements_per_sequence=state),
-        )
-        for number in linear["kda_layers"]:  # numbered from 1 in every release that has this key
-            if isinstance(number, int) and 1 <= number <= depth:
-                blocks[number - 1] = ("linear", size, specs)
-    return blocks
-
-
-def _with_dtype(kind: LayerKind, dtype: str) -> LayerKind:
-    from dataclasses import replace
-
-    return replace(kind, cache=tuple(replace(spec, dtype=dtype) if spec.dtype == "bfloat16" else spec for spec in kind.cache))
+def _note_assumptions(keys: Reader) -> None:
+    """What no config says, whatever the model."""
+    keys.account.note(
+        "parameter names; norms and small vectors beyond two norms a layer (a fraction of a percent); and what a class of the "
+        "model sets by default where a key is absent"
+    )

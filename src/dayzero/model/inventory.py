@@ -149,13 +149,14 @@ def experts_per_token(config: PreTrainedConfig) -> int:
     return 0
 
 
-def count_parameters(parameters: Sequence[Parameter], num_experts: int, per_token: int) -> tuple[int, int]:
-    """(total, active): tied once, without buffers; experts beyond those with weights count nothing; a token uses its share.
+def count_parameters(parameters: Sequence[Parameter], num_experts: int, per_token: int) -> tuple[dict[str, int], int]:
+    """(by role, active): tied once, without buffers; experts beyond those with weights count nothing; a token uses its share.
 
     Where a router also has slots without weights, a slot is chosen as often as any other, so the mean share is
     per_token / slots.
     """
-    total, active = 0, 0.0
+    by_role: dict[str, int] = {}
+    active = 0.0
     slots = max((item.shape[0] for item in parameters if item.role == "expert" and len(item.shape) == 3), default=num_experts)
     for item in parameters:
         if item.is_buffer or item.tied_to is not None:
@@ -167,8 +168,8 @@ def count_parameters(parameters: Sequence[Parameter], num_experts: int, per_toke
             active += elements * min(1.0, per_token / slots) if per_token else elements
         else:
             active += elements
-        total += elements
-    return total, round(active)
+        by_role[item.role] = by_role.get(item.role, 0) + elements
+    return by_role, round(active)
 
 
 def _weight_id(model: nn.Module, getter: str) -> int | None:

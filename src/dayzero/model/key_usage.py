@@ -1,78 +1,114 @@
-"""A release's config and its config object in, the keys that somebody reads and those that nobody does out.
+"""A release's config and its config object in, who reads each key out, and which keys nobody reads.
 
-A key is consumed when its config class declares it (a field, an alias, a nested config), when the class takes it out of its
-arguments, or when building the model reads it from the object. What transformers knows for every model (generation
-defaults, bookkeeping) is consumed too. Everything else is listed with its dotted path: a key that changes the model and
-that nobody reads is how a new release goes wrong silently.
+Consumed: something read it while the model was built and run on meta, its class took it as an argument, or a stage here reads
+it (positions, storage, tokens). Inert: declared by the class, or known to transformers for every model, and read by nothing
+that computes (initial values, training). Everything else is unconsumed and listed with its dotted path: a key that changes
+the model and that nobody reads is how a new release goes wrong silently.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 
 from dayzero.model.estimate import MTP
-from dayzero.model.resolve import STORAGE_KEYS
+from dayzero.model.known_keys import GENERIC, STORAGE_READERS, known_elsewhere
 
-# Read by transformers for any model, or records about the file itself.
-GENERIC = frozenset({
-    "model_type", "architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path",
-    "name_or_path", "_commit_hash", "quantization_config", "compression_config", "id2label", "label2id", "num_labels",
-    "problem_type", "output_attentions", "output_hidden_states", "return_dict", "use_cache", "attn_implementation",
-    "_attn_implementation", "experts_implementation", "is_encoder_decoder", "is_decoder", "add_cross_attention",
-    "cross_attention_hidden_size", "chunk_size_feed_forward", "tie_encoder_decoder", "tie_word_embeddings", "pruned_heads",
-    "torchscript", "use_bfloat16", "tf_legacy_loss", "finetuning_task", "task_specific_params", "tokenizer_class",
-    "prefix", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "unsloth_version",
-    "unsloth_fixed", "per_layer_config", "tie_last_hidden_states",
-})  # fmt: skip
 ROPE = frozenset({"rope_scaling", "rope_theta", "rope_parameters", "partial_rotary_factor"})
+# Inside these a read says nothing about the model: configs that copy, compare and print themselves.
+BOOKKEEPING = ("transformers.configuration_utils", "transformers.utils", "copy", "dataclasses", "huggingface_hub")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class KeyUsage:
+    """Dotted paths of every key of config.json. `readers`: path -> who consumes it, in a few words."""
+
+    consumed: tuple[str, ...]
+    inert: tuple[str, ...]
+    unconsumed: tuple[str, ...]
+    novel: tuple[str, ...]
+    readers: dict[str, str]
 
 
 @contextmanager
-def recorded_reads() -> Iterator[set[str]]:
-    """While active, names of attributes that are read from any config object are collected."""
-    seen: set[str] = set()
+def recorded_reads() -> Iterator[dict[str, str]]:
+    """While active, names of attributes that are read from any config object are collected, with their first reader."""
+    seen: dict[str, str] = {}
     original = PreTrainedConfig.__getattribute__
 
     def reading(self: PreTrainedConfig, name: str) -> Any:
-        seen.add(name)
+        if name not in seen and (reader := _reader(sys._getframe(1))):
+            seen[name] = reader
         return original(self, name)
 
-    PreTrainedConfig.__getattribute__ = reading  # type: ignore[method-assign]
+    PreTrainedConfig.__getattribute__ = reading
     try:
         yield seen
     finally:
-        PreTrainedConfig.__getattribute__ = original  # type: ignore[method-assign]
+        PreTrainedConfig.__getattribute__ = original
 
 
-def key_usage(data: Mapping[str, Any], config: PreTrainedConfig, reads: set[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(consumed, unconsumed) dotted paths of every key of `data`, the config.json that `config` was made from."""
-    consumed: list[str] = []
+def _reader(frame: FrameType) -> str:
+    """Whose code a frame runs: a class of the model, or a function. Empty where the reading means nothing."""
+    module = str(frame.f_globals.get("__name__", ""))
+    if module.startswith(BOOKKEEPING) or ".configuration_" in module or module.startswith("dayzero."):
+        return ""
+    owner = frame.f_locals.get("self")
+    return type(owner).__name__ if owner is not None else frame.f_code.co_name
+
+
+def key_usage(data: Mapping[str, Any], config: PreTrainedConfig, reads: Mapping[str, str]) -> KeyUsage:
+    """What becomes of every key of `data`, the config.json that `config` was made from."""
+    readers: dict[str, str] = {}
+    inert: list[str] = []
     unconsumed: list[str] = []
-    _walk(data, config, reads, "", consumed, unconsumed)
-    return tuple(sorted(consumed)), tuple(sorted(unconsumed))
+    _walk(data, config, reads, "", readers, inert, unconsumed)
+    novel = tuple(path for path in sorted(unconsumed) if not known_elsewhere(path.rpartition(".")[2]))
+    return KeyUsage(
+        consumed=tuple(sorted(readers)), inert=tuple(sorted(inert)), unconsumed=tuple(sorted(unconsumed)), novel=novel,
+        readers=dict(sorted(readers.items())),
+    )  # fmt: skip
 
 
 def _walk(
-    data: Mapping[str, Any], config: PreTrainedConfig, reads: set[str], prefix: str, consumed: list[str], unconsumed: list[str]
+    data: Mapping[str, Any],
+    config: PreTrainedConfig,
+    reads: Mapping[str, str],
+    prefix: str,
+    readers: dict[str, str],
+    inert: list[str],
+    unconsumed: list[str],
 ) -> None:
     declared = {item.name for item in dataclasses.fields(config)} if dataclasses.is_dataclass(config) else set()
-    declared |= set(config.attribute_map) | set(config.attribute_map.values()) | set(config.sub_configs)
+    aliases = config.attribute_map
+    declared |= set(aliases) | set(aliases.values()) | set(config.sub_configs)
     generation = set(GenerationConfig._get_default_generation_params())
     for key, value in data.items():
-        nested = getattr(config, key, None)
+        path, nested = prefix + key, getattr(config, key, None)
         if isinstance(value, Mapping) and isinstance(nested, PreTrainedConfig):
-            consumed.append(prefix + key)
-            _walk(value, nested, reads, f"{prefix}{key}.", consumed, unconsumed)
+            readers[path] = type(nested).__name__
+            _walk(value, nested, reads, f"{path}.", readers, inert, unconsumed)
             continue
-        known = key in declared or key in GENERIC or key in generation or key in STORAGE_KEYS or key in MTP
-        rotary = key in ROPE and ("rope_parameters" in declared or hasattr(config, "rope_parameters"))
-        taken = key not in vars(config) and not known  # an argument that the class consumed while it was made
-        property_of_class = isinstance(getattr(type(config), key, None), property)
-        read = known or rotary or taken or property_of_class or key in reads
-        (consumed if read else unconsumed).append(prefix + key)
+        known = key in declared or key in GENERIC or key in generation
+        if reader := reads.get(key) or reads.get(aliases.get(key, "")):
+            readers[path] = reader
+        elif key in STORAGE_READERS:
+            readers[path] = STORAGE_READERS[key]
+        elif key in MTP:
+            readers[path] = "the count of draft layers"
+        elif key in ROPE and ("rope_parameters" in declared or hasattr(config, "rope_parameters")):
+            readers[path] = "positions"
+        elif isinstance(getattr(type(config), key, None), property):
+            readers[path] = type(config).__name__
+        elif key not in vars(config) and not known:
+            readers[path] = f"{type(config).__name__} (an argument)"
+        else:
+            (inert if known else unconsumed).append(path)
+

@@ -127,7 +127,7 @@ def attention_heads(
             None,
         )
         kv_heads = max(spec.heads for spec in growing)
-        heads = kv_heads * int(module.num_key_value_groups) if module is not None and kv_heads else None  # type: ignore[arg-type]
+        heads = kv_heads * int(module.num_key_value_groups) if module is not None and kv_heads else None
         if heads is None:
             heads = getattr(text, "num_attention_heads", None)
         if isinstance(heads, int) and heads > 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,8 @@ from dayzero.core.model import Parameter, Problem
 from dayzero.model.estimate import MTP
 from dayzero.model.release import Release
 from dayzero.model.sources import match_checkpoint, starred
+from dayzero.model.stored.quantization import quantization_settings, settings_beside
+from dayzero.model.stored.scales import COMPANION, logical_shapes, scale_of, storage_problems
 
 LAYER_NUMBER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 DRAFT = re.compile(r"(?:^|\.)(?:mtp|nextn|draft)(?:_[a-z]+)?(?:\.|$)")
@@ -41,9 +44,11 @@ def reconcile(
     model: nn.Module, parameters: Sequence[Parameter], release: Release, *, num_layers: int, num_mtp: int, num_experts: int
 ) -> Reconciled:
     """num_mtp: draft layers announced beside `num_layers`; num_experts: experts of a layer that have weights."""
-    quantized = bool(_quantization(release.config))
-    match = match_checkpoint(model, release.tensors, quantized=quantized)
-    problems: list[Problem] = []
+    settings = release_settings(release)
+    match = match_checkpoint(model, release.tensors, quantized=settings is not None, settings=settings)
+    own = [name for names in match.sources.values() for name in names]
+    metadata = {key: value for shard in release.shards.values() for key, value in shard.metadata.items()}
+    problems = _storage(storage_problems(release.tensors, settings, own=own, metadata=metadata))
     drafts: list[str] = []
     ignorable = _ignorable(model)
     by_problem: dict[tuple[str, str], list[str]] = {}
@@ -68,24 +73,28 @@ def reconcile(
         sources = match.sources.get(item.name, ())
         stored = release.tensors[sources[0]].dtype if sources else None
         filled.append(replace(item, sources=starred((*sources, *companions.get(item.name, ()))), stored_dtype=stored))
+        problems += _integers(item, sources, release)
         if sources or item.tied_to is not None:
+            if item.tied_to is not None and item.role == "head" and not sources:
+                problems += _tied_by_default(item, release.config)
             continue
         if any(other.tied_to == item.name and match.sources.get(other.name) for other in parameters):
             continue  # the checkpoint stores the other name of a tied pair
         optional = item.is_buffer or any(pattern.search(item.name) for pattern in patterns)
+        flag = " (tie_word_embeddings is false)" if item.role == "head" and _tie_flag(release.config) is False else ""
         problems.append(
             Problem(
                 kind="missing_parameter",
                 severity="warning" if optional else "error",
                 tensor=item.name,
-                detail=f"{item.name} {list(item.shape)} has no tensor in the checkpoint and is not tied to one that has",
+                detail=f"{item.name} {list(item.shape)} has no tensor in the checkpoint and is not tied to one that has{flag}",
             )
         )
     return Reconciled(
         parameters=filled,
         problems=problems,
         mtp_tensors=tuple(drafts),
-        mtp_parameters=sum(release.tensors[name].num_elements for name in drafts),
+        mtp_parameters=_count(drafts, release, settings),
     )
 
 
@@ -146,7 +155,74 @@ def _ignorable(model: nn.Module) -> re.Pattern[str] | None:
     return re.compile("|".join(f"({pattern})" for pattern in patterns)) if patterns else None
 
 
-def _quantization(config: Mapping[str, Any]) -> object:
+def _count(names: Sequence[str], release: Release, settings: Mapping[str, Any] | None) -> int:
+    """Elements of the matrices that these tensors hold, without the scales beside them."""
+    if settings is None:
+        return sum(release.tensors[name].num_elements for name in names)
+    weights = [name for name in names if COMPANION.search(name) is None]
+    shapes = logical_shapes(release.tensors, weights, settings)
+    return sum(prod(shapes[name][0]) if name in shapes else release.tensors[name].num_elements for name in weights)
+
+
+def release_settings(release: Release) -> Mapping[str, Any] | None:
+    """The quantization settings of a release: its config's or those in the file beside it. None when it has none."""
+    return quantization_settings(release.config, settings_beside(release))
+
+
+def _storage(found: list[Problem]) -> list[Problem]:
+    """Problems of storage as found or, where one kind has many, one for each form of name with how many it stands for."""
+    by_kind: dict[str, list[Problem]] = {}
+    for problem in found:
+        by_kind.setdefault(problem.kind, []).append(problem)
+    shown: list[Problem] = []
+    for problems in by_kind.values():
+        if len(problems) <= 32:
+            shown += problems
+            continue
+        forms: dict[str, list[Problem]] = {}
+        for problem in problems:
+            forms.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", str(problem.tensor)), []).append(problem)
+        shown += [
+            replace(alike[0], tensor=form, detail=f"{form}: {len(alike)} tensors, the first: {alike[0].detail}")
+            if len(alike) > 1
+            else alike[0]
+            for form, alike in forms.items()
+        ]
+    return shown
+
+
+def _integers(item: Parameter, sources: Sequence[str], release: Release) -> list[Problem]:
+    """Integers without a scale in the place of a weight: their values say nothing, so no number is made of them."""
+    if not item.dtype.startswith(("float", "bfloat")):
+        return []
+    plain = [
+        name
+        for name in sources
+        if release.tensors[name].dtype in ("int8", "uint8", "bool", "int16", "int32", "int64")
+        and scale_of(name, release.tensors) is None
+        and not name.endswith(("qweight", "weight_packed", "_blocks"))
+    ]
+    return [
+        Problem(
+            kind="integer_weight", severity="error", tensor=name, file=release.tensors[name].file,
+            detail=f"{name} is {release.tensors[name].dtype}, {item.name} wants numbers, and no scale says what they mean",
+        )
+        for name in plain
+    ]  # fmt: skip
+
+
+def _tie_flag(config: Mapping[str, Any]) -> bool | None:
+    """Whether the head is declared to be the embedding, in the text config or at the top; None where nothing is said."""
     nested = config.get("text_config")
-    parts = [config] + ([nested] if isinstance(nested, Mapping) else [])
-    return next((part[key] for part in parts for key in ("quantization_config", "compression_config") if part.get(key)), None)
+    parts = [nested, config] if isinstance(nested, Mapping) else [config]
+    return next((part["tie_word_embeddings"] for part in parts if isinstance(part.get("tie_word_embeddings"), bool)), None)
+
+
+def _tied_by_default(item: Parameter, config: Mapping[str, Any]) -> list[Problem]:
+    """A word on a head that is neither stored nor declared tied: the class decided."""
+    if _tie_flag(config) is not None:
+        return []
+    detail = (
+        f"{item.name} is not stored and tie_word_embeddings is not given: tied to {item.tied_to}, as the class does by default"
+    )
+    return [Problem(kind="tied_by_default", severity="warning", tensor=item.name, file="config.json", detail=detail)]

@@ -272,11 +272,12 @@ class _Weights:
         if isinstance(total, (int, float)) and not isinstance(total, bool):
             self.total_size = int(total)
         safe: dict[str, str] = {}
-        refused: dict[str, str] = {}
+        reasons: dict[tuple[str, str], str] = {}  # by file, not by tensor: looking at links is slow
         for tensor, file in index["weight_map"].items():
-            reason = refused.get(str(file)) or contained(self.folder, file)[1]
-            if reason:
-                refused[str(file)] = reason
+            key = (type(file).__name__, str(file))
+            if key not in reasons:
+                reasons[key] = contained(self.folder, file)[1]
+            if reason := reasons[key]:
                 self.note(
                     "unsafe_path", f"{INDEX}: weight_map[{tensor!r}] = {file!r} is refused: {reason}", file=INDEX, tensor=tensor
                 )

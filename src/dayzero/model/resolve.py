@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +22,11 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Problem
-from dayzero.core.units import DTYPE_BITS, canonical_dtype
 from dayzero.model.classes import build_on_meta, causal_class
-from dayzero.model.config_keys import attention_shape
-from dayzero.model.release import Release
+from dayzero.model.config_keys import attention_shape, respelled_rope
+from dayzero.model.release import Release, read_object
+from dayzero.model.remote.code import CodeReference, model_code
+from dayzero.model.remote.sandbox import allowed_here
 
 # Dropped before the config object is made: how weights are stored is not structure, and dtypes are read by config_dtype.
 STORAGE_KEYS = ("quantization_config", "compression_config", "dtype", "torch_dtype", "auto_map")
@@ -64,9 +66,9 @@ def resolve(release: Release, *, trust_remote_code: bool = False) -> Resolved | 
     data = clean_config(release.config)
     model_type = release.config.get("model_type")
     problems: list[Problem] = []
-    config_class = CONFIG_MAPPING[model_type] if isinstance(model_type, str) and model_type in CONFIG_MAPPING else None
+    config_class = _class_of_type(release.config)
     if config_class is None and trust_remote_code and release.config.get("auto_map"):
-        return _remote(release.folder, release.config)
+        return _remote(release)
     if config_class is None:
         config_class = _class_of_architecture(release.config)
         if config_class is None:
@@ -97,23 +99,32 @@ def resolve(release: Release, *, trust_remote_code: bool = False) -> Resolved | 
     return Resolved(config=config, problems=tuple(problems))
 
 
+def read_config(path: Path) -> PreTrainedConfig:
+    """The config object of a config.json for running the model: as `resolve` chooses and spells it, with what it says about
+    storage. Raises DayZeroError when no class knows it, or its class rejects it."""
+    keys = read_object(path)
+    config_class = _class_of_type(keys) or _class_of_architecture(keys)
+    if config_class is None:
+        unknown = _unknown(keys, keys.get("model_type"))
+        raise DayZeroError(
+            f"no class for {path}",
+            got=unknown.detail,
+            want="a model_type or class that transformers knows",
+            fix="install a transformers that has it",
+        )
+    data = PreTrainedConfig._decode_special_floats(respelled_rope(keys))
+    return _instantiate(config_class, {**data, "model_type": config_class.model_type})
+
+
 def clean_config(config: dict[str, Any]) -> dict[str, Any]:
-    """A copy without keys about storage and remote code, at the top and in nested configs."""
+    """A copy without keys about storage and remote code, and with today's names of rope types, nested configs too."""
     # transformers writes floats that JSON lacks as {"__float__": "Infinity"}; only its own file reader undoes that.
-    config = PreTrainedConfig._decode_special_floats(dict(config))
+    config = PreTrainedConfig._decode_special_floats(respelled_rope(config))
     cleaned = {key: copy.deepcopy(value) for key, value in config.items() if key not in STORAGE_KEYS}
     for key, value in cleaned.items():
         if key.endswith("_config") and isinstance(value, dict):
             cleaned[key] = clean_config(value)
     return cleaned
-
-
-def compute_dtype(name: str | None) -> str:
-    """The dtype to compute in: the declared one where it is a floating type of at least 16 bits, else bfloat16."""
-    if name is None:
-        return "bfloat16"
-    name = canonical_dtype(name)
-    return name if name.startswith(("float", "bfloat")) and DTYPE_BITS[name] >= 16 else "bfloat16"
 
 
 def one_line(error: BaseException) -> str:
@@ -126,13 +137,21 @@ def _warning(kind: str, detail: str) -> Problem:
 
 def _unknown(config: dict[str, Any], model_type: object) -> Problem:
     architecture = (config.get("architectures") or ["none"])[0]
-    code = "; it ships its own code, which runs only with --trust-remote-code" if config.get("auto_map") else ""
+    shipped = model_code(config)
+    code = "; it ships code of its own, without a class that generates text" if config.get("auto_map") else ""
+    if shipped is not None:
+        code = f"; it ships code of its own, which runs only with --trust-remote-code ({shipped[1]}, {shipped[0]})"
     return _warning(
         "unknown_model_type",
         f"transformers {transformers.__version__} knows neither model_type {model_type!r} nor the class "
         f"{architecture}{code}. Sizes below come from keys whose meaning is common: exact parameter names, layer "
         "structure, cache layout and checkpoint names are not known",
     )
+
+
+def _class_of_type(config: dict[str, Any]) -> type[PreTrainedConfig] | None:
+    model_type = config.get("model_type")
+    return CONFIG_MAPPING[model_type] if isinstance(model_type, str) and model_type in CONFIG_MAPPING else None
 
 
 def _class_of_architecture(config: dict[str, Any]) -> type[PreTrainedConfig] | None:
@@ -210,27 +229,54 @@ def _flat_text_keys(config: PreTrainedConfig, data: dict[str, Any]) -> list[Prob
     ]
 
 
-def _remote(folder: Path, config: dict[str, Any]) -> Resolved | Problem:
-    """The release's own classes. Runs its code in this process: only ever called after the user allowed it."""
-    from transformers import AutoConfig
+def remote_class(release: Release) -> tuple[CodeReference, CodeReference] | None:
+    """The config class and the model class of the release's own that describing it needs; None where transformers has one."""
+    model_type = release.config.get("model_type")
+    return None if isinstance(model_type, str) and model_type in CONFIG_MAPPING else model_code(release.config)
+
+
+def _remote(release: Release) -> Resolved | Problem:
+    """The release's own classes. Their code runs in this process, which must therefore be the confined one."""
     from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
-    auto_map = config["auto_map"]
-    reference = auto_map.get("AutoModelForCausalLM") or auto_map.get("AutoModel")
-    if not reference or not auto_map.get("AutoConfig"):
-        return _unknown(config, config.get("model_type"))
-    try:
-        made = AutoConfig.from_pretrained(folder, trust_remote_code=True)
-        found = get_class_from_dynamic_module(reference if isinstance(reference, str) else reference[0], folder)
-    except Exception as error:
+    references = remote_class(release)
+    if references is None:
+        return _unknown(release.config, release.config.get("model_type"))
+    if not allowed_here():
         raise DayZeroError(
-            "the release's own code cannot be used",
-            got=one_line(error),
-            want="code that imports with this transformers",
-            fix=f"read {reference}; it was made for transformers {config.get('transformers_version', 'unknown')}",
-        ) from error
-    return Resolved(
-        config=made,
-        remote_class=found,
-        problems=(_warning("remote_code_used", f"{reference} of the release was run, as allowed"),),
+            f"{release.name} needs code of its own, which runs only to describe the model",
+            got=str(references[1]),
+            want="a class in transformers",
+            fix="use a transformers that has the class; inspecting and planning work with --trust-remote-code",
+        )
+    try:
+        config_class, found = (
+            get_class_from_dynamic_module(f"{reference.file.removesuffix('.py')}.{reference.class_name}", release.folder)
+            for reference in references
+        )
+        made = config_class.from_dict(clean_config(release.config))
+    except DayZeroError:
+        raise
+    except Exception as error:
+        raise failure_of_code(release, error) from error
+    return Resolved(config=made, remote_class=found)
+
+
+def failure_of_code(release: Release, error: BaseException) -> DayZeroError:
+    """What went wrong in the release's own code, and in which line of which file of it."""
+    places = [
+        f"{Path(frame.filename).name} line {frame.lineno}"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if "transformers_modules" in Path(frame.filename).parts
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        places.append(f"{Path(error.filename).name} line {error.lineno}")
+    references = remote_class(release)
+    place = places[-1] if places else " and ".join(dict.fromkeys(one.file for one in references or ()))
+    written_for = release.config.get("transformers_version", "an unknown version")
+    return DayZeroError(
+        "the release's own code cannot be used",
+        got=f"{place}: {one_line(error)}",
+        want=f"code that runs with transformers {transformers.__version__} on the meta device",
+        fix=f"read {place}; it was made for transformers {written_for}: use that one, or one that has the class itself",
     )

@@ -3,8 +3,8 @@
 With the names of a real checkpoint (`match_checkpoint`) each is renamed as transformers' loader would, collected per
 converter, and the converters are run on meta tensors of the stored shapes, so that a wrong number or size of sources shows
 before a byte is read. Without (`expected_sources`) the mapping is reversed on names alone. Quantized storage is recognised
-by its companions (scales, zero points, packed words): they belong to the parameter they scale. Not done here:
-dequantizing, and shapes of packed tensors.
+by its companions (scales, zero points, packed words): they belong to the parameter they scale; shapes are compared as the
+matrices that packed tensors hold, where their format lets that be told (`model.scales`). Not done here: dequantizing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import copy
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,14 +31,7 @@ from transformers.core_model_loading import (
 )
 
 from dayzero.model.headers import TensorEntry
-
-# Endings of the tensors that quantized formats store beside or instead of `<module>.weight` (or a bare parameter).
-PACKED = re.compile(r"(?:\.(?:weight_packed|qweight)|_(?:blocks|packed))$")
-COMPANION = re.compile(
-    r"(?:\.(?:weight|input|output|activation)_(?:scale_inv|scale_2|scale|zero_point|global_scale|shape|g_idx|offset|amax)"
-    r"|\.(?:qzeros|scales|g_idx|scale|input_amax|weight_bias)|_(?:scales|scale_inv|scale|zero_point|amax|shape))$"
-)
-KV_SCALE = re.compile(r"\.(?:[kqv]_(?:scale|zero_point)|kv_scale|prob_output_scale)$")
+from dayzero.model.stored.scales import COMPANION, KV_SCALE, PACKED, logical_shapes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +51,7 @@ class CheckpointMatch:
 
 def conversions(model: nn.Module) -> list[WeightTransform]:
     """transformers' transforms for loading this model, in order."""
-    return get_model_conversion_mapping(model)  # type: ignore[arg-type]
+    return get_model_conversion_mapping(model)
 
 
 def expected_sources(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[str, ...]]:
@@ -64,7 +59,7 @@ def expected_sources(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[
     # Prefixes that loading drops or adds may or may not be in a checkpoint: not reversible, left out as transformers does.
     reverse = [
         transform.reverse_transform()
-        for transform in get_model_conversion_mapping(model, add_legacy=False)[::-1]  # type: ignore[arg-type]
+        for transform in get_model_conversion_mapping(model, add_legacy=False)[::-1]
         if not isinstance(transform, PrefixChange)
     ]
     renamings = [transform for transform in reverse if isinstance(transform, WeightRenaming)]
@@ -82,10 +77,13 @@ def expected_sources(model: nn.Module, names: Iterable[str]) -> dict[str, tuple[
     return found
 
 
-def match_checkpoint(model: nn.Module, tensors: Mapping[str, TensorEntry], *, quantized: bool) -> CheckpointMatch:
+def match_checkpoint(
+    model: nn.Module, tensors: Mapping[str, TensorEntry], *, quantized: bool, settings: Mapping[str, Any] | None = None
+) -> CheckpointMatch:
     """Match every checkpoint name with the parameters it fills, as transformers' loader does, and check the shapes.
 
-    quantized: the config declares quantization, so scales and packed tensors are looked for.
+    quantized: the config declares quantization, so scales and packed tensors are looked for. settings: that declaration;
+    without it the shapes of a quantized checkpoint are not compared.
     """
     state = dict(model.state_dict(keep_vars=True).items())
     transforms = conversions(model)
@@ -98,10 +96,11 @@ def match_checkpoint(model: nn.Module, tensors: Mapping[str, TensorEntry], *, qu
     companions: dict[str, str] = {}
     unexpected: list[str] = []
 
+    @cache  # a companion asks for its weight's target once more
     def target_of(name: str) -> tuple[str | None, str | None]:
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)  # type: ignore[arg-type]
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
-            renamed, pattern = rename_source_key(name, [], [], prefix, state)  # type: ignore[arg-type]
+            renamed, pattern = rename_source_key(name, [], [], prefix, state)
         return (renamed, pattern) if renamed in state else (None, None)
 
     def stored_for(name: str, ending: re.Pattern[str]) -> tuple[str | None, str | None]:
@@ -126,15 +125,33 @@ def match_checkpoint(model: nn.Module, tensors: Mapping[str, TensorEntry], *, qu
             collected.setdefault(target, []).append((name, pattern))
     sources: dict[str, tuple[str, ...]] = {}
     mismatched: dict[str, tuple[int, ...] | str] = {}
+    stored = {name: (entry.shape, 0) for name, entry in tensors.items()}
+    if quantized:
+        names = [name for entries in collected.values() for name, _ in entries]
+        stored = logical_shapes(tensors, names, settings) if settings is not None else {}
+    alike: dict[object, list[tuple[int, ...] | str | None]] = {}
     for target, entries in collected.items():
         pattern = entries[0][1]
         converter = by_pattern[pattern] if pattern is not None else None
-        realised = _realise(model, target, entries, converter, tensors, skip_shapes=quantized)
+        targets = _targets(target, converter)
+        # Layers of one kind convert alike: the same converter on the same shapes, for parameters of the same shapes.
+        key = (
+            pattern,
+            tuple((part, stored[name][0] if name in stored else None) for name, part in entries),
+            tuple(tuple(state[item].shape) if item in state else None for item in targets),
+        )
+        if key in alike:
+            realised = dict(zip(targets, alike[key], strict=True))
+        else:
+            realised = _realise(model, target, entries, converter, stored)
+            if set(realised) == set(targets):
+                alike[key] = [realised[item] for item in targets]
+        padding = max((stored[name][1] for name, _ in entries if name in stored), default=0)
         for parameter, shape in realised.items():
             sources[parameter] = tuple(dict.fromkeys((*sources.get(parameter, ()), *(name for name, _ in entries))))
             wanted = state.get(parameter)
             if isinstance(shape, str) or (
-                wanted is not None and shape is not None and shape != tuple(wanted.shape) and not quantized
+                wanted is not None and shape is not None and not _fits(shape, tuple(wanted.shape), padding)
             ):
                 mismatched[parameter] = shape
     return CheckpointMatch(
@@ -159,6 +176,13 @@ def starred(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(result)
 
 
+def _fits(shape: tuple[int, ...], wanted: tuple[int, ...], padding: int) -> bool:
+    """Whether the shape is the wanted one, up to padding of the last dimension of packed tensors."""
+    if not shape or not wanted or not padding:
+        return shape == wanted
+    return shape[:-1] == wanted[:-1] and 0 <= shape[-1] - wanted[-1] <= padding
+
+
 def _stems(name: str, ending: re.Pattern[str]) -> list[str]:
     """`x.weight_scale` -> `x.weight`, `x`; `y_blocks` -> `y`: what a companion may belong to."""
     found = ending.search(name)
@@ -168,27 +192,36 @@ def _stems(name: str, ending: re.Pattern[str]) -> list[str]:
     return [f"{base}.weight", base]
 
 
+def _targets(target: str, converter: WeightConverter | None) -> list[str]:
+    """All parameters that the conversion of one collected target fills."""
+    if converter is None:
+        return [target]
+    return [target.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns]
+
+
 def _realise(
     model: nn.Module,
     target: str,
     entries: list[tuple[str, str | None]],
     converter: WeightConverter | None,
-    tensors: Mapping[str, TensorEntry],
-    *,
-    skip_shapes: bool,
+    stored: Mapping[str, tuple[tuple[int, ...], int]],
 ) -> dict[str, tuple[int, ...] | str | None]:
-    """The parameters that these sources fill and the shapes they get; a string says why the conversion fails."""
+    """The parameters that these sources fill and the shapes they get (None: not known); a string says why it fails.
+
+    stored: name -> (logical shape, padding of its last dimension), for the sources whose shape can be told.
+    """
     if converter is None:
-        return {target: tensors[entries[-1][0]].shape}
-    targets = [target.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns]
-    if skip_shapes:  # stored shapes say nothing of packed tensors; the number of experts still shows
+        last = entries[-1][0]
+        return {target: stored[last][0] if last in stored else None}
+    targets = _targets(target, converter)
+    if not all(name in stored for name, _ in entries):  # the number of experts still shows
         counts = {item: sum(pattern == item for _, pattern in entries) for item in converter.source_patterns if "*" in item}
         uneven = f"unequal numbers of stored tensors: {counts}" if len(set(counts.values())) > 1 else None
         return dict.fromkeys(targets, uneven)
     own = copy.deepcopy(converter)
     for name, pattern in entries:
         assert pattern is not None, name
-        own.add_tensor(target, name, pattern, torch.empty(tensors[name].shape, device="meta"))  # type: ignore[arg-type]
+        own.add_tensor(target, name, pattern, torch.empty(stored[name][0], device="meta"))
     try:
         made = own.convert(target, model=model, config=model.config)
     except Exception as error:

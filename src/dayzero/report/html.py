@@ -7,12 +7,15 @@ reads on a phone. Nothing is computed here that is not in a record; every text i
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
 import dayzero
+from dayzero.core.model import ModelDescription
 from dayzero.core.reports import Acceptance
 from dayzero.core.runstore import STAGES, RunStore
 from dayzero.core.units import format_bytes, format_count
-from dayzero.report import charts
+from dayzero.report import charts, model_rows
+from dayzero.report.layer_stack import layer_stack, stack_legend
 from dayzero.report.run_records import RunRecords, read_run
 from dayzero.report.text import format_spread_ms, format_value
 
@@ -28,19 +31,42 @@ DIMENSION_QUESTIONS = {
 def render(store: RunStore, acceptance: Acceptance) -> str:
     """The page as text. Raises DayZeroError on a damaged record; a missing one is told on the page."""
     records = read_run(store)
+    return _environment().get_template("acceptance.html.j2").render(
+        acceptance=acceptance, records=records, version=dayzero.__version__, questions=DIMENSION_QUESTIONS,
+        headline=_headline(acceptance), subject=_subject(records), place=_place(records), pictures=_pictures(records),
+        ledger=_ledger(records), categories=charts.LEDGER_CATEGORIES, bindings=_bindings(records), problems=_problems(records),
+        commands=[(stage, records.command(stage)) for stage in STAGES if stage != "report"],
+        section=model_section(records.model) if records.model else None,
+        files=[(stage, file, store.path(stage).exists()) for stage, (file, _) in STAGES.items() if stage != "report"],
+        failed=[(d.name, c) for d in acceptance.dimensions for c in d.checks if c.required and c.verdict == "fail"],
+    )  # fmt: skip
+
+
+def render_model(model: ModelDescription) -> str:
+    """`inspect` as a page of its own."""
+    return _environment().get_template("model.html.j2").render(
+        model=model, version=dayzero.__version__, subject=_model_facts(model), section=model_section(model)
+    )
+
+
+def model_section(model: ModelDescription) -> Markup:
+    """What a model is, with the picture of its layer stack: a part of both pages."""
+    mixers, forwards = stack_legend(model)
+    return Markup(_environment().get_template("model_section.html.j2").render(
+        model=model, stack=layer_stack(model), legends=[*mixers.items(), *forwards.items()],
+        roles=model_rows.role_rows(model), structure=model_rows.structure_rows(model),
+        caches={"lengths": model_rows.CACHE_LENGTHS, "rows": model_rows.cache_rows(model)},
+        operators=model_rows.operator_rows(model), stored=model_rows.quantization_rows(model),
+    ))  # fmt: skip
+
+
+def _environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("dayzero.report"), autoescape=True, undefined=jinja2.StrictUndefined,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     environment.filters |= {"bytes": format_bytes, "value": format_value, "spread_ms": format_spread_ms, "rate": _rate}
-    return environment.get_template("acceptance.html.j2").render(
-        acceptance=acceptance, records=records, version=dayzero.__version__, questions=DIMENSION_QUESTIONS,
-        headline=_headline(acceptance), subject=_subject(records), place=_place(records), pictures=_pictures(records),
-        ledger=_ledger(records), categories=charts.LEDGER_CATEGORIES, bindings=_bindings(records), problems=_problems(records),
-        commands=[(stage, records.command(stage)) for stage in STAGES if stage != "report"],
-        files=[(stage, file, store.path(stage).exists()) for stage, (file, _) in STAGES.items() if stage != "report"],
-        failed=[(d.name, c) for d in acceptance.dimensions for c in d.checks if c.required and c.verdict == "fail"],
-    )  # fmt: skip
+    return environment
 
 
 def _rate(bytes_per_s: float) -> str:
@@ -63,8 +89,10 @@ def _headline(acceptance: Acceptance) -> str:
 
 def _subject(records: RunRecords) -> list[tuple[str, str]]:
     """What was adapted."""
-    if (model := records.model) is None:
-        return []
+    return [] if records.model is None else _model_facts(records.model)
+
+
+def _model_facts(model: ModelDescription) -> list[tuple[str, str]]:
     size = model.dimensions
     rows = [
         ("Architecture", f"{model.architecture} ({model.model_type})"),

@@ -6,12 +6,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from dayzero.core.model import ModelDescription
 from dayzero.core.operators import OperatorMap
 from dayzero.core.plan import Plan
 from dayzero.core.reports import Acceptance, BenchReport, Check, Spread, StabilityReport, Verdict
 from dayzero.core.target import TargetSummary
-from dayzero.core.units import format_bytes, format_count
+from dayzero.core.units import format_bytes
 
 MARKS: dict[Verdict, str] = {"pass": "✓ pass", "fail": "✗ fail", "not_shown": "– not shown"}
 _STYLES: dict[Verdict, str] = {"pass": "green", "fail": "bold red", "not_shown": "yellow"}
@@ -32,7 +31,7 @@ def format_value(value: float | int | str | None) -> str:
     return f"{value:.3e}" if abs(value) < 1e-3 or abs(value) >= 1e6 else f"{value:.4g}"
 
 
-def _facts(title: str, rows: Iterable[tuple[str, object]]) -> Table:
+def facts_table(title: str, rows: Iterable[tuple[str, object]]) -> Table:
     table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
@@ -42,36 +41,11 @@ def _facts(title: str, rows: Iterable[tuple[str, object]]) -> Table:
     return table
 
 
-def _table(title: str, columns: Iterable[str], *, right: Iterable[str] = ()) -> Table:
+def listing(title: str, columns: Iterable[str], *, right: Iterable[str] = ()) -> Table:
     table = Table(title=Text(title, style="bold"), title_justify="left", header_style="bold", box=None, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
-
-
-def model_table(model: ModelDescription) -> RenderableType:
-    """`inspect`: sizes, layer kinds and caches."""
-    size = model.dimensions
-    facts = _facts(f"{model.name}", (
-        ("architecture", f"{model.architecture} ({model.model_type})" + (", provisional" if model.provisional else "")),
-        ("parameters", f"{format_count(model.total_parameters)}, {format_count(model.active_parameters)} active per token"),
-        ("dtype", model.dtype + "".join(f", {name}: {scheme}" for name, scheme in model.quantization.items())),
-        ("sizes", f"{size.num_layers} layers, hidden {size.hidden_size}, vocabulary {size.vocab_size:,}"),
-        ("context", f"{size.max_position_tokens:,} tokens" if size.max_position_tokens else None),
-        ("experts", f"{size.num_experts}, {size.num_experts_per_token} per token" if size.num_experts else None),
-        ("cache per token", format_bytes(model.cache_bytes_per_token)),
-        ("cache per sequence", format_bytes(model.cache_bytes_per_sequence)),
-        ("checkpoint", format_bytes(model.checkpoint_bytes) if model.checkpoint_bytes else "no weights in the folder"),
-        ("not served", ", ".join(model.towers)),
-        ("keys nobody reads", ", ".join(model.unconsumed_keys)),
-    ))  # fmt: skip
-    kinds = _table("Layer kinds", ("kind", "layers", "mixer", "feed-forward", "cache"), right=("layers",))
-    for kind in model.layer_kinds:
-        caches = ", ".join(f"{spec.name} ({spec.kind})" for spec in kind.cache)
-        kinds.add_row(Text(kind.name), str(len(kind.layers)), kind.mixer, kind.feed_forward, Text(caches))
-    problems = [Text(f"{problem.severity}: {problem.detail}", style="red" if problem.severity == "error" else "yellow")
-                for problem in model.problems]  # fmt: skip
-    return Group(facts, kinds, *problems)
 
 
 MAX_REJECTED = 8  # alternatives that a person reads; scripts get them all
@@ -80,7 +54,7 @@ MAX_REJECTED = 8  # alternatives that a person reads; scripts get them all
 def plan_table(plan: Plan) -> RenderableType:
     """`plan`: the answer, the ledger of the fullest rank, and why."""
     layout = plan.layout
-    facts = _facts(f"{plan.model} on {plan.target}", (
+    facts = facts_table(f"{plan.model} on {plan.target}", (
         ("feasible", "yes" if plan.feasible else "no"),
         ("devices", f"{plan.devices} (tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, cp {layout.cp}, ep {layout.ep})"),
         ("weights per device", f"{format_bytes(plan.weights_bytes_per_device)} in {plan.weights_dtype}"),
@@ -92,7 +66,7 @@ def plan_table(plan: Plan) -> RenderableType:
     parts: list[RenderableType] = [facts]
     if plan.ledger:
         fullest = max(plan.ledger, key=lambda ledger: ledger.total() - ledger.budget_bytes)
-        ledger = _table(f"Memory of rank {fullest.rank}", ("category", "what", "size", "from"), right=("size",))
+        ledger = listing(f"Memory of rank {fullest.rank}", ("category", "what", "size", "from"), right=("size",))
         for entry in fullest.lines:
             ledger.add_row(entry.category, Text(entry.name), format_bytes(entry.num_bytes), Text(entry.formula, style="dim"))
         ledger.add_row("total", "", format_bytes(fullest.total()), f"budget {format_bytes(fullest.budget_bytes)}", style="bold")
@@ -110,7 +84,7 @@ def plan_table(plan: Plan) -> RenderableType:
 def operators_table(operators: OperatorMap) -> RenderableType:
     """`map`: kinds of site with their binding and evidence, and what fell back or is missing."""
     columns = ("operator", "sites", "shape", "binding", "kernel", "worst error", "limit", "FLOPs", "bytes")
-    table = _table(f"Operators on {operators.device} ({operators.instruction_set})", columns,
+    table = listing(f"Operators on {operators.device} ({operators.instruction_set})", columns,
                    right=("sites", "worst error", "limit", "FLOPs", "bytes"))  # fmt: skip
     for site in operators.sites:
         style = {"missing": "bold red", "fallback": "yellow"}.get(site.binding, "")
@@ -122,7 +96,7 @@ def operators_table(operators: OperatorMap) -> RenderableType:
 
 
 def checks_table(checks: Iterable[Check], *, title: str = "Checks") -> Table:
-    table = _table(title, ("verdict", "check", "value", "limit", "where"), right=("value", "limit"))
+    table = listing(title, ("verdict", "check", "value", "limit", "where"), right=("value", "limit"))
     for check in checks:
         name = check.name if check.required else f"{check.name} (not required)"
         told = "; ".join(filter(None, (check.where, check.detail)))
@@ -138,7 +112,7 @@ def checks_table(checks: Iterable[Check], *, title: str = "Checks") -> Table:
 
 def bench_table(bench: BenchReport) -> RenderableType:
     columns = ("at a time", "requests", "failed", "TTFT ms", "TPOT ms", "output tokens/s", "peak memory")
-    table = _table(f"Speed, {bench.instruction_set}: median (10th to 90th percentile)", columns, right=columns)
+    table = listing(f"Speed, {bench.instruction_set}: median (10th to 90th percentile)", columns, right=columns)
     for point in bench.points:
         table.add_row(str(point.concurrency), str(point.requests), str(point.failed), format_spread_ms(point.ttft_s),
                       format_spread_ms(point.tpot_s), f"{point.output_tokens_per_s:.1f}",
@@ -160,7 +134,7 @@ def format_spread_ms(spread: Spread) -> str:
 def soak_table(soak: StabilityReport) -> RenderableType:
     interval = soak.memory_slope_ci95_bytes_per_s
     slope = "" if soak.memory_slope_bytes_per_s is None else f"{soak.memory_slope_bytes_per_s:.0f} bytes/s"
-    return Group(_facts(f"Soak of {soak.duration_s:.0f} s", (
+    return Group(facts_table(f"Soak of {soak.duration_s:.0f} s", (
         ("requests", f"{soak.requests}, {soak.failed} failed, {soak.cancelled} left by their client"),
         ("memory slope", slope + (f", 95% interval {interval[0]:.0f} to {interval[1]:.0f}" if interval else "")),
     )), checks_table(soak.checks))  # fmt: skip
@@ -168,7 +142,7 @@ def soak_table(soak: StabilityReport) -> RenderableType:
 
 def targets_table(targets: Iterable[TargetSummary]) -> Table:
     columns = ("id", "vendor", "memory", "bandwidth GB/s", "cards/node", "torch device", "figures")
-    table = _table("Targets", columns, right=("memory", "bandwidth GB/s", "cards/node"))
+    table = listing("Targets", columns, right=("memory", "bandwidth GB/s", "cards/node"))
     for target in targets:
         bandwidth = f"{target.memory_bytes_per_s / 1e9:,.0f}" if target.memory_bytes_per_s else ""
         memory = format_bytes(target.memory_bytes) if target.memory_bytes else "unknown"
@@ -179,7 +153,7 @@ def targets_table(targets: Iterable[TargetSummary]) -> Table:
 
 def acceptance_table(acceptance: Acceptance) -> RenderableType:
     """`report`: the four verdicts, what did not pass, and how many limits the report lists."""
-    table = _table(f"{acceptance.model} on {acceptance.target}", ("verdict", "dimension", "checks", "repeat with"))
+    table = listing(f"{acceptance.model} on {acceptance.target}", ("verdict", "dimension", "checks", "repeat with"))
     for dimension in acceptance.dimensions:
         passed = sum(check.verdict == "pass" for check in dimension.checks)
         table.add_row(

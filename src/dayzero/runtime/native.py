@@ -46,14 +46,14 @@ def attention_implementation(module: nn.Module, name: str) -> Iterator[None]:
     """Run with another attention implementation, where the model has a choice."""
     before = getattr(module.config, "_attn_implementation", None)
     try:
-        module.set_attn_implementation(name)  # type: ignore[operator]
+        module.set_attn_implementation(name)
     except (ValueError, AttributeError):  # the model routes no attention through the interface: nothing to switch
         yield
         return
     try:
         yield
     finally:
-        module.set_attn_implementation(before)  # type: ignore[operator]
+        module.set_attn_implementation(before)
 
 
 def position_arguments(module: nn.Module, positions: torch.Tensor) -> dict[str, torch.Tensor]:

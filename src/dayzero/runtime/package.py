@@ -126,7 +126,7 @@ def compile_layers(runner: PagedRunner, cache_folder: Path, log: Callable[[str],
     layers, model = runner.model.layers, runner.model
     calls = [record_calls(runner, count) for count in _PROBE_TOKENS]
     kinds: dict[Hashable, list[int]] = {}
-    for index, signature in enumerate(layer_kind_signatures(model.module, model.module.config)):  # type: ignore[arg-type]
+    for index, signature in enumerate(layer_kind_signatures(model.module, model.module.config)):
         kinds.setdefault((signature, _shape_signature(layers[index], calls[0][index])), []).append(index)
     notes, replaced, packages = [], 0, 0
     for members in kinds.values():

@@ -98,7 +98,7 @@ class StepLinear(nn.Linear):
         self.register_buffer("site", state.site(-1), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.state.linear(x, self.weight, self.bias, self.site)  # type: ignore[arg-type]
+        return self.state.linear(x, self.weight, self.bias, self.site)
 
 
 def _attention(
@@ -118,9 +118,9 @@ def _attention(
     sinks = kwargs.get("s_aux")
     sinks = kwargs.get("sinks") if sinks is None else sinks
     scale = scaling if scaling is not None else getattr(module, "scaling", query.shape[-1] ** -0.5)
-    state: PagedState = module.dayzero_state  # type: ignore[assignment]
+    state: PagedState = module.dayzero_state
     softcap = float(kwargs.get("softcap") or 0.0)
-    return state.attention(query, key, value, sinks, module.dayzero_site, float(scale), softcap), None  # type: ignore[arg-type]
+    return state.attention(query, key, value, sinks, module.dayzero_site, float(scale), softcap), None
 
 
 def _mask(*args: Any, mask_function: Callable[..., Any] | None = None, **kwargs: Any) -> torch.Tensor | None:
@@ -256,12 +256,12 @@ class PagedRunner:
         self._replaced.clear()
         self._attention_modules.clear()
         self.pools.clear()
-        self.model.module.set_attn_implementation(self._implementation)  # type: ignore[operator]
+        self.model.module.set_attn_implementation(self._implementation)
         self.state.close()
 
     def _learn(self) -> list[_AttentionCall]:
         module, learning = self.model.module, _Learning(cache=self.cache)
-        module.set_attn_implementation(IMPLEMENTATION)  # type: ignore[operator]
+        module.set_attn_implementation(IMPLEMENTATION)
         ids = torch.arange(_PROBE_TOKENS, device=self.model.device)[None] % (self.model.vocab_size - 3) + 3
         positions = torch.arange(_PROBE_TOKENS, device=self.model.device)[None]
         with _learn_mode(learning):
@@ -281,7 +281,7 @@ class PagedRunner:
         for index, call in enumerate(self.calls):
             k_pool, v_pool = self.pools[2 * index], self.pools[2 * index + 1]
             self.state.set_pool(call.layer, k_pool, v_pool, call.visibility)
-            call.module.dayzero_state = self.state  # type: ignore[assignment]
+            call.module.dayzero_state = self.state
             call.module.register_buffer("dayzero_site", self.state.site(call.layer), persistent=False)
             self._attention_modules.append(call.module)
         for parent in list(self.model.module.modules()):
@@ -291,7 +291,7 @@ class PagedRunner:
                     setattr(parent, name, StepLinear(child, self.state))
 
     def _is_served(self, linear: nn.Linear) -> bool:
-        head = self.model.module.get_output_embeddings()  # type: ignore[operator]
+        head = self.model.module.get_output_embeddings()
         return linear is head or any(linear is child for child in self.model.layers.modules())
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoConfig
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
 
@@ -17,6 +16,7 @@ from dayzero.core.artifact import ArtifactLayout
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import read_record
 from dayzero.model.classes import build_model, find_layers, text_config
+from dayzero.model.resolve import read_config
 from dayzero.runtime.host_memory import move_parameters
 from dayzero.runtime.runner import LoadedModel
 
@@ -40,7 +40,7 @@ def open_artifact(folder: Path) -> ArtifactLayout:
 
 def release_config(folder: Path) -> PreTrainedConfig:
     """The release's configuration, as transformers understands it, from the copy inside the artifact."""
-    config = AutoConfig.from_pretrained(folder / "release")
+    config = read_config(folder / "release" / "config.json")
     for part in (config, text_config(config)):
         if getattr(part, "quantization_config", None):
             raise DayZeroError(
@@ -79,7 +79,7 @@ def load_module(folder: Path, *, dtype: torch.dtype, device: torch.device) -> Lo
 
 def _keep_wide(module: nn.Module, dtype: torch.dtype) -> None:
     """Parameters that the class wants in float32 whatever the dtype (routers, some norms), as `from_pretrained` does."""
-    plan = module._get_dtype_plan(dtype)  # type: ignore[operator]
+    plan = module._get_dtype_plan(dtype)
     for name, parameter in module.named_parameters():
         wide = next((wide for part, wide in plan.items() if f".{part}." in f".{name}."), None)
         if wide is not None:
@@ -101,7 +101,7 @@ def _fill(module: nn.Module, folder: Path, files: list[str]) -> None:
                     )
                 _copy(state[name], shard.get_tensor(name), name)
                 filled.add(name)
-    module.tie_weights()  # type: ignore[operator]
+    module.tie_weights()
     pointers = {tensor.data_ptr() for name, tensor in module.state_dict().items() if name in filled}
     missing = [
         name

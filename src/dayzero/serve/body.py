@@ -23,11 +23,11 @@ def _too_large(max_bytes: int) -> ApiError:
 def check_content_type(request: Request) -> None:
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"the content type must be application/json, not {quote(kind)}", code="unsupported_media_type")
+        raise ApiError(400, f"the content type must be application/json, not {quote(kind)}", code="unsupported_media_type")
 
 
 async def read_body(request: Request, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Raises ApiError 413, 408 or 415, or ClientGone."""
+    """Raises ApiError 413, 408 or 400, or ClientGone."""
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise _too_large(max_bytes)

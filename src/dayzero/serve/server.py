@@ -152,7 +152,7 @@ class _Server:
         """Load the tokenizer beside the engine, then say that the server is ready."""
         folder = self._spec.tokenizer_folder
         if folder is not None:
-            codec = await asyncio.to_thread(TextCodec.load, folder, trust_remote_code=self._spec.trust_remote_code)
+            codec = await asyncio.to_thread(TextCodec.load, folder)
             if codec.chat_template is not None:
                 renderer = TemplateRenderer(codec.chat_template, codec.special_tokens, timeout_s=self._spec.template_timeout_s,
                                             max_chars=self._spec.max_body_bytes)  # fmt: skip

@@ -30,7 +30,6 @@ class ServerSpec:
     served_model_name: str
     engine_arguments: dict[str, Any] = field(default_factory=dict)
     tokenizer_folder: Path | None = None
-    trust_remote_code: bool = False  # of the release's own tokenizer
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
     max_queue: int = 256  # choices that may wait beyond those the engine runs at once; then 429

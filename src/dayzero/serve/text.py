@@ -35,13 +35,13 @@ class TextCodec:
         self.context_ids = tuple(tokenizer.encode(PLAIN_TEXT, add_special_tokens=False))
 
     @classmethod
-    def load(cls, folder: Path, *, trust_remote_code: bool = False) -> "TextCodec":
+    def load(cls, folder: Path) -> "TextCodec":
         """Raises DayZeroError when the folder holds no tokenizer that transformers can load."""
         if not folder.is_dir():
             raise DayZeroError("the tokenizer folder does not exist", got=folder, want="a folder with tokenizer files",
                                fix="name the release's folder")  # fmt: skip
         try:
-            return cls(_load_tokenizer(folder, trust_remote_code))
+            return cls(_load_tokenizer(folder))
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise DayZeroError("the tokenizer cannot be loaded", got=f"{type(error).__name__}: {error}"[:500],
                                want=f"tokenizer files in {folder} that transformers reads",
@@ -83,7 +83,8 @@ class TextCodec:
         return self.decode([*context, token_id])[len(self.decode(context)) :].encode("utf-8", "replace")
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def _load_tokenizer(folder: Path) -> Any:
+    """Never through code of the release: that would run in this process."""
     if (folder / "tokenizer.json").is_file() and not _has_own_code(folder):
         from transformers import PreTrainedTokenizerFast
 
@@ -94,7 +95,7 @@ def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
                            fix="correct the folder, or serve without a tokenizer (token ids only)")  # fmt: skip
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def _has_own_code(folder: Path) -> bool:

@@ -40,7 +40,6 @@ class InputOptions:
     layer_tokens: int = 64
     num_concurrent: int = 8
     seed: int = 0
-    trust_remote_code: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,7 +86,7 @@ def load_inputs(
     shares = {name: max(4, min(room, budget * share // sum(TEXTS.values()))) for name, share in TEXTS.items()}
     prompt_room = room - options.sample_tokens
     rng = random.Random(options.seed)
-    tokenizer = _load_tokenizer(folder, options.trust_remote_code)
+    tokenizer = _load_tokenizer(folder)
     if tokenizer is None:
         pool = sorted(set(range(info.vocab_size)) - set(_reserved_ids(folder)))
         texts = tuple(TokenText(text=f"random {name}", token_ids=_drawn(rng, pool, size)) for name, size in shares.items())
@@ -154,14 +153,14 @@ def _ids_as_text(token_ids: Sequence[int]) -> str:
     return " ".join(str(token) for token in token_ids)
 
 
-def _load_tokenizer(folder: Path, trust_remote_code: bool) -> Any:
+def _load_tokenizer(folder: Path) -> Any:
     """The release's tokenizer, or None where it has none."""
     if not any((folder / name).exists() for name in TOKENIZER_FILES) and not any(folder.glob("*.tiktoken")):
         return None
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError, ImportError, KeyError, json.JSONDecodeError) as error:
         raise DayZeroError(f"the tokenizer in {folder} cannot be loaded", got=f"{type(error).__name__}: {error}"[:500],
                            want="what AutoTokenizer.from_pretrained reads", fix="repair the release folder, or remove its "

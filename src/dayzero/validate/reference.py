@@ -29,11 +29,11 @@ WORKING_BYTES = 512 * 2**20
 class ReleaseReference:
     """Loads on first use; `release()` frees. Logits and layer outputs are float32 (float64 at float64) numpy arrays."""
 
-    def __init__(self, folder: Path, *, dtype: str = "float32", trust_remote_code: bool = False,
+    def __init__(self, folder: Path, *, dtype: str = "float32",
                  memory_bytes: int | None = None) -> None:  # fmt: skip
         """`memory_bytes` is what the reference may use (default: what the host has available when it loads)."""
         self.folder, self.dtype = Path(folder), canonical_dtype(dtype)
-        self.trust_remote_code, self.memory_bytes = trust_remote_code, memory_bytes
+        self.memory_bytes = memory_bytes
         self._model: Any = None
 
     @property
@@ -43,8 +43,7 @@ class ReleaseReference:
         return f"transformers {transformers.__version__}, uncached forward, eager, {self.dtype}, on the host's CPU"
 
     def at(self, dtype: str) -> "ReleaseReference":
-        return ReleaseReference(self.folder, dtype=dtype, trust_remote_code=self.trust_remote_code,
-                                memory_bytes=self.memory_bytes)  # fmt: skip
+        return ReleaseReference(self.folder, dtype=dtype, memory_bytes=self.memory_bytes)
 
     def release(self) -> None:
         self._model = None
@@ -131,25 +130,24 @@ class ReleaseReference:
 
     def _load(self) -> Any:
         import torch
-        from transformers import AutoConfig, AutoModelForCausalLM
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()  # progress is the caller's to show
 
-        from dayzero.model.classes import causal_class, class_config
+        from dayzero.model.classes import class_config, model_class
+        from dayzero.model.resolve import read_config
 
-        options: dict[str, Any] = {"trust_remote_code": self.trust_remote_code, "local_files_only": True}
         try:
-            config = AutoConfig.from_pretrained(self.folder, **options)
-            known = causal_class(config)
-            cls: Any = AutoModelForCausalLM if known is None else known
-            config = config if known is None else class_config(config)
+            config = read_config(self.folder / "config.json")
+            cls: Any = model_class(config)
+            config = class_config(config)
             model, told = cls.from_pretrained(self.folder, config=config, dtype=getattr(torch, self.dtype),
-                                              attn_implementation="eager", output_loading_info=True, **options)  # fmt: skip
+                                              attn_implementation="eager", output_loading_info=True,
+                                              trust_remote_code=False, local_files_only=True)  # fmt: skip
         except (OSError, ValueError, ImportError, RuntimeError, KeyError, AttributeError) as error:
             raise DayZeroError(f"transformers cannot load {self.folder} as the reference",
                                got=f"{type(error).__name__}: {error}"[:800], want="a release which from_pretrained reads",
-                               fix="repair the folder, or allow the release's own code") from error  # fmt: skip
+                               fix="repair the folder") from error  # fmt: skip
         # transformers fills what is missing with random numbers and warns: such a model is no reference.
         missing = sorted(told["missing_keys"]) + sorted(str(item) for item in told["mismatched_keys"])
         if missing:

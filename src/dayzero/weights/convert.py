@@ -44,7 +44,7 @@ def artifact_key(source_hash: str, layout: Layout, *, dtype: str | None = None, 
 
 def convert(
     source: Path, model: ModelDescription, layout: Layout, out: Path, *,
-    dtype: str | None = None, progress: Progress | None = None, workers: int = 2, trust_remote_code: bool = False,
+    dtype: str | None = None, progress: Progress | None = None, workers: int = 2,
 ) -> WeightsReport:  # fmt: skip
     """Write the Artifact of `source` for `layout` to the folder `out`, or reuse the one that is there.
 
@@ -61,7 +61,7 @@ def convert(
         if reused is not None:
             shutil.rmtree(work)
             return _report(out, reused, (), 0, 0, started, reused=True)
-        checkpoint = open_checkpoint(release, model, trust_remote_code=trust_remote_code)
+        checkpoint = open_checkpoint(release, model)
         files, problems = place(checkpoint.views, model, layout, dtype=dtype)
         if problems:
             raise damaged(problems, str(source))
@@ -77,7 +77,8 @@ def convert(
             scrap.unlink(missing_ok=True)
         sync_tree(work)
         publish(work, out)
-        return _report(out, artifact, release.problems + checkpoint.warnings, reader.bytes_read, copying.bytes_written, started)
+        return _report(out, artifact, release.problems + checkpoint.warnings + left_out(release), reader.bytes_read,
+                       copying.bytes_written, started)  # fmt: skip
 
 
 def _finish(
@@ -119,6 +120,17 @@ def copy_settings(release: Release, folder: Path) -> list[str]:
     for name in names:
         shutil.copyfile(release.path(name), folder / name)
     return names
+
+
+def left_out(release: Release) -> tuple[Problem, ...]:
+    """What lies beside the weights and does not travel along: files past the size limit, and folders."""
+    large = [name for name in release.other_files if release.path(name).stat().st_size > MAX_RELEASE_FILE_BYTES]
+    folders = sorted(one.name for one in release.folder.iterdir() if one.is_dir() and not one.name.startswith("."))
+    why = dict.fromkeys(large, f"more than {MAX_RELEASE_FILE_BYTES} bytes") | dict.fromkeys(folders, "a folder")
+    return tuple(
+        Problem(kind="file_not_copied", severity="warning", file=name, detail=f"{name} of the release is not copied: {reason}")
+        for name, reason in why.items()
+    )
 
 
 def _put(work: Path, name: str, text: str) -> ShardFile:

@@ -127,7 +127,7 @@ def _load(gguf: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
 
     disable_progress_bar()  # progress is the caller's to show
 
-    read = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    read = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     plain = {key: _shortest(value) for key, value in read.to_dict().items() if key != "_name_or_path"}
     config = type(read).from_dict(plain)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -149,7 +149,7 @@ def _tokenizer(gguf: Path, metadata: dict[str, Any]) -> Any:
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if metadata.get("tokenizer.ggml.model") != "gpt2" or pre not in PRE_TOKENIZERS:
         raise DayZeroError(f"{gguf.name}: unknown tokenizer", got=f"{metadata.get('tokenizer.ggml.model')} / {pre}",

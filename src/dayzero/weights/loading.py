@@ -37,17 +37,17 @@ class CheckpointSource:
     warnings: tuple[Problem, ...]
 
 
-def open_checkpoint(release: Release, model: ModelDescription, *, trust_remote_code: bool = False) -> CheckpointSource:
+def open_checkpoint(release: Release, model: ModelDescription) -> CheckpointSource:
     """Raises DayZeroError listing everything wrong: unfilled parameters, unused tensors, shapes, tied weights that differ."""
     if release.config.get("quantization_config") or release.config.get("compression_config"):
         stored = release.config.get("quantization_config") or release.config["compression_config"]
         raise DayZeroError(f"{release.name} is stored quantized", got=str(stored)[:200], want="a release in bf16, fp16 or fp32",
                            fix="quantized releases cannot be converted by this version")  # fmt: skip
-    resolved = resolve(release, trust_remote_code=trust_remote_code)
+    resolved = resolve(release)
     if isinstance(resolved, Problem):
         raise DayZeroError(f"{release.name} cannot be converted", got=resolved.detail,
                            want="a class that defines the parameters",
-                           fix="install a newer transformers, or allow the release's own code")  # fmt: skip
+                           fix="install a transformers that has it: the release's own code only describes it")  # fmt: skip
     instance = resolved.build(torch_dtype(model.dtype))
     found = map_checkpoint(instance, release.tensors, num_mtp_layers=model.dimensions.num_mtp_layers)
     problems = found.problems + _tied_differences(release, found)

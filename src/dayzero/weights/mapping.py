@@ -90,9 +90,9 @@ def _group(
     groups: dict[str, tuple[WeightConverter | None, list[tuple[str, str]]]] = {}
     unmatched: dict[str, str] = {}
     for name in sorted(tensors, key=dot_natural_key):
-        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)  # type: ignore[arg-type]
+        renamed, pattern = rename_source_key(name, renamings, converters, prefix, state)
         if renamed not in state and name in state:
-            renamed, pattern = rename_source_key(name, [], [], prefix, state)  # type: ignore[arg-type]
+            renamed, pattern = rename_source_key(name, [], [], prefix, state)
         if renamed not in state:
             unmatched[name] = renamed
             continue
@@ -154,7 +154,7 @@ def _views(
     realised = _realise(converter, target, inputs, model)
     if not all(isinstance(tensor, ViewTensor) for tensor in realised.values()):
         raise NotDataMovement("the conversion made a tensor of its own")
-    return {name: tensor.view_of for name, tensor in realised.items()}  # type: ignore[attr-defined]
+    return {name: tensor.view_of for name, tensor in realised.items()}
 
 
 def _realise(
@@ -163,7 +163,7 @@ def _realise(
     """Run transformers' converter on tensors (real or symbolic)."""
     own = copy.deepcopy(converter)
     for tensor, source, pattern in inputs:
-        own.add_tensor(target, source, pattern, tensor)  # type: ignore[arg-type]
+        own.add_tensor(target, source, pattern, tensor)
     with torch.no_grad():
         made = own.convert(target, model=model, config=model.config)
     return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}

@@ -43,11 +43,11 @@ class ViewTensor(torch.Tensor):
     def __init__(self, view: View) -> None:
         super().__init__()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch's would read elements
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # torch's would read elements
         return f"ViewTensor(shape={self.view_of.shape}, dtype={self.view_of.dtype}, pieces={len(self.view_of.pieces)})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         rule = RULES.get(func)
         if rule is None:
             raise NotDataMovement(f"{func} is not data movement")
@@ -137,7 +137,7 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> View:
 
 def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> View:
     dim = _dim(dim, tensors[0].ndim + 1)
-    return _cat([ViewTensor(_unsqueeze(tensor, dim)) for tensor in tensors], dim)  # type: ignore[arg-type]
+    return _cat([ViewTensor(_unsqueeze(tensor, dim)) for tensor in tensors], dim)
 
 
 def _unsqueeze(x: ViewTensor, dim: int) -> View:

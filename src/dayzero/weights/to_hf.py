@@ -22,7 +22,7 @@ from dayzero.core.sharding import Box
 from dayzero.model.headers import TensorEntry
 from dayzero.model.release import damaged, open_release
 from dayzero.weights.algebra import Digit, Piece, View
-from dayzero.weights.convert import RELEASE_FOLDER, copy_settings
+from dayzero.weights.convert import RELEASE_FOLDER, copy_settings, left_out
 from dayzero.weights.copying import SourceReader
 from dayzero.weights.files import Progress, sync_tree
 from dayzero.weights.ledger import SourceTensor, piece_of_range, read_lines
@@ -73,6 +73,7 @@ def export(source_or_artifact: Path, out: Path, *, shard_bytes: int = SHARD_BYTE
             write_text_atomic(work / INDEX, json.dumps(index, indent=2) + "\n")
         settings = open_release(origin.settings)
         copy_settings(settings, work)
+        origin.problems += left_out(settings)
         (work / KEY_FILE).unlink()
         sync_tree(work)
         publish(work, out)
