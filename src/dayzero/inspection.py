@@ -30,10 +30,13 @@ class Inspection:
     coverage: TargetCoverage | None = None
 
     def summary(self) -> dict[str, Any]:
-        return inspect_summary(self.model, first=self.first, against=self.against, coverage=self.coverage)
+        return inspect_summary(
+            self.model, corrected=self.corrections(), against=self.against, coverage=self.coverage
+        )
 
     def corrections(self) -> list[dict[str, Any]]:
-        return [] if self.first is None else corrections(self.first, self.model)
+        """Empty where there is no class to measure on: the first answer is then all there is."""
+        return corrections(self.first, self.model) if self.first is not None and self.model.parameters else []
 
 
 def inspect(
@@ -101,4 +104,5 @@ def _coverage(model: ModelDescription, target: str) -> TargetCoverage:
 def write_page(model: ModelDescription, path: Path) -> None:
     from dayzero.report.html import render_model
 
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomic(path, render_model(model))

@@ -1,5 +1,6 @@
 """What `--json` prints where a record is large: the fields that scripts read, under their contract names."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from dayzero.core.coverage import TargetCoverage, coverage_summary
@@ -16,13 +17,13 @@ EXAMPLE_TOKENS = 8_192  # formulas are also given as numbers here: one sequence,
 def inspect_summary(
     model: ModelDescription,
     *,
-    first: ModelDescription | None = None,
+    corrected: Sequence[dict[str, Any]] = (),
     against: Difference | None = None,
     coverage: TargetCoverage | None = None,
 ) -> dict[str, Any]:
     """`dayzero inspect --json`. `cache.bytes_per_token` is the slope beyond every window, `bytes_per_sequence` the constant.
 
-    first: the provisional answer, whose figures that differ are told in `corrected`.
+    corrected: figures of the first answer beside the measured ones.
     """
     return {
         "schema": ModelDescription.SCHEMA,
@@ -52,7 +53,7 @@ def inspect_summary(
         "checkpoint_bytes": model.checkpoint_bytes,
         "has_weights": model.has_weights,
         "provisional": model.provisional,
-        "corrected": [] if first is None else corrections(first, model),
+        "corrected": list(corrected),
         "consumed_keys": model.key_readers or dict.fromkeys(model.consumed_keys, ""),
         "inert_keys": list(model.inert_keys),
         "unconsumed_keys": list(model.unconsumed_keys),

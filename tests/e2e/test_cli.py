@@ -361,3 +361,29 @@ def test_planning_needs_no_torch(tiny_checkpoint: Checkpoint, tmp_path: Path) ->
         os.environ.pop("PYTHONPATH") if old is None else os.environ.__setitem__("PYTHONPATH", old)
     assert planned.status == 0, planned.stderr
     assert planned.json["feasible"]
+
+
+def test_inspect_answers_from_keys_alone_and_compares(tmp_path: Path) -> None:
+    """The first answer says that it is provisional; --against, --target and --html add to the measured one."""
+    data = Path(__file__).parents[1] / "data" / "configs"
+    first = dayzero_here("inspect", data / "Kimi-K3", "--provisional", "--json").json
+    assert first["provisional"] and abs(first["total_parameters"] / 2_779_479_459_840 - 1) < 0.01
+    assert first["novel_keys"] == ["text_config.attn_res_block_size"]
+    assert first["quantization"]["groups"]["group_0"]["scheme"] == "mxfp4"
+    page = tmp_path / "new" / "page.html"
+    told = dayzero_here(
+        "inspect", data / "DeepSeek-V3.2", "--against", data / "DeepSeek-V3", "--target", "ascend-910b3-64g", "--html", page, "--json"
+    ).json
+    assert {change["item"] for change in told["against"]["changes"] if change["section"] == "keys"} >= {"index_topk"}
+    assert told["coverage"]["device"] == "npu" and told["coverage"]["decode"]["fused"]["count"] > 0
+    shares = [part["flops_share"] for part in told["coverage"]["decode"].values()]
+    assert sum(shares) == pytest.approx(1)
+    cache = told["cache"]
+    assert cache["by_dtype"]["bfloat16"] == cache["bytes_at_tokens"] and cache["bytes_at_tokens"]["8192"] == 8192 * 85_888
+    kinds = {one["kind"]: one for one in told["operators"]}
+    assert kinds["attention"]["count"] == 61 and "C" in kinds["attention"]["decode"]["flops"]
+    assert all(one["same"] for one in told["corrected"] if one["figure"] in ("total_parameters", "cache_bytes_per_token"))
+    text = page.read_text(encoding="utf-8")
+    assert "<svg" in text and "DeepSeek-V3.2" in text and "http" not in text.replace("http://www.w3.org", "")
+    ended = dayzero_here("inspect", "http://127.0.0.1:9/model", "--json")
+    assert ended.status == 2 and "127.0.0.1" in json.dumps(ended.json["error"])

@@ -63,7 +63,8 @@ class ShardRule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """One parameter of the unsharded model. `shape` is logical; `stored_dtype` is the checkpoint's, if known."""
+    """One parameter of the unsharded model. `shape` is logical; `stored_dtype` is the checkpoint's, if known, and `group` the
+    name of the `QuantizationGroup` that the release stores it in."""
 
     __pydantic_config__ = STRICT
     name: str
@@ -71,6 +72,7 @@ class Parameter:
     dtype: str
     role: Role
     stored_dtype: str | None = None
+    group: str = "none"
     layer: int | None = None
     tied_to: str | None = None
     is_buffer: bool = False

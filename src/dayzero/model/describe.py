@@ -22,7 +22,7 @@ from dayzero.model.config_keys import normalise_rope, quantization_summary, text
 from dayzero.model.estimate import MTP
 from dayzero.model.provisional import model_dtype, provisional, stops_of
 from dayzero.model.release import Release, open_release
-from dayzero.model.stored import checkpoint_bytes, quantization_groups
+from dayzero.model.stored import assignment, checkpoint_bytes, quantization_groups
 from dayzero.model.stored.quantization import settings_beside
 
 
@@ -41,18 +41,21 @@ def describe_release(release: Release, *, trust_remote_code: bool = False, opera
     rope = normalise_rope(text_keys(release.config))
     dtype, problems = model_dtype(release)
     with _quiet():
+        from dayzero.model.key_usage import recorded_reads
         from dayzero.model.remote.code import tokenizer_needs_code
         from dayzero.model.remote.sandbox import allowed_here, describe_in_sandbox
         from dayzero.model.resolve import Resolved, remote_class, resolve
 
         if trust_remote_code and not allowed_here() and remote_class(release) is not None:
             return describe_in_sandbox(release.folder)
-        resolved = resolve(release, trust_remote_code=trust_remote_code)
+        reads: dict[str, str] = {}
+        with recorded_reads(reads):
+            resolved = resolve(release, trust_remote_code=trust_remote_code)
         problems = [*release.problems, *problems]
         if (needed := tokenizer_needs_code(release)) is not None:
             problems.append(needed)
         if isinstance(resolved, Resolved):
-            return _Measured(release, resolved, dtype, rope, problems, operators=operators).description()
+            return _Measured(release, resolved, dtype, rope, problems, reads, operators=operators).description()
         return provisional(release, [*problems, resolved])
 
 
@@ -60,9 +63,17 @@ class _Measured:
     """The description of a release whose class could be built."""
 
     def __init__(
-        self, release: Release, resolved: Any, dtype: str, rope: dict[str, Any], problems: list[Problem], *, operators: bool
+        self,
+        release: Release,
+        resolved: Any,
+        dtype: str,
+        rope: dict[str, Any],
+        problems: list[Problem],
+        reads: dict[str, str],
+        *,
+        operators: bool,
     ) -> None:
-        self.operators = operators
+        self.operators, self.reads = operators, reads
         self.release, self.resolved, self.dtype, self.rope = release, resolved, dtype, rope
         self.problems = [*problems, *resolved.problems]
         self.provisional = False
@@ -75,7 +86,7 @@ class _Measured:
         from dayzero.model.key_usage import key_usage, recorded_reads
         from dayzero.model.shard_rules import ShardRules
 
-        with recorded_reads() as reads:
+        with recorded_reads(self.reads):
             model = self.resolved.build(getattr(torch, self.dtype))
             text = text_config(model.config)
             layers_name, layers = find_layers(model)
@@ -90,9 +101,9 @@ class _Measured:
         num_experts, per_token = inventory.count_experts(model, place), inventory.experts_per_token(text)
         by_role, active = inventory.count_parameters(parameters, num_experts, per_token)
         parameters, mtp_parameters = self._with_sources(model, parameters, len(layers), num_experts)
-        groups, expected_mtp = self._stored(model, parameters, len(layers))
+        parameters, groups, expected_mtp = self._stored(model, parameters, len(layers))
         kinds, outer, structure = self._followed(model, kinds, parameters, text)
-        usage = key_usage(self.release.config, self.resolved.config, reads)
+        usage = key_usage(self.release.config, self.resolved.config, self.reads)
         dimensions = _dimensions(model, text, kinds, len(layers), num_experts, per_token, self.release.config)
         stops, stop_problems = stops_of(self.release, dimensions.vocab_size)
         return ModelDescription(
@@ -158,8 +169,8 @@ class _Measured:
 
     def _stored(
         self, model: Any, parameters: list[Parameter], num_layers: int
-    ) -> tuple[tuple[QuantizationGroup, ...], int]:
-        """How the release stores its parameters, draft layers included; and how many parameters those have."""
+    ) -> tuple[list[Parameter], tuple[QuantizationGroup, ...], int]:
+        """Parameters with the group that the release stores them in; the groups, draft layers included; how many those have."""
         from dayzero.model.reconcile import ignorable_patterns
         from dayzero.model.stored.drafts import draft_block
 
@@ -169,7 +180,9 @@ class _Measured:
             told = [Problem(kind="draft_layers", severity="warning", file="config.json", detail=n) for n in drafts.notes]
             self.problems += told
         beside = settings_beside(self.release)
-        return quantization_groups(config, (*parameters, *drafts.parameters), beside=beside), drafts.stored_parameters
+        group_of = assignment(config, parameters, beside=beside)
+        groups = quantization_groups(config, (*parameters, *drafts.parameters), beside=beside)
+        return [replace(item, group=group_of[item.name]) for item in parameters], groups, drafts.stored_parameters
 
     def _followed(
         self, model: Any, kinds: tuple[LayerKind, ...], parameters: list[Parameter], text: Any

@@ -38,9 +38,8 @@ class KeyUsage:
 
 
 @contextmanager
-def recorded_reads() -> Iterator[dict[str, str]]:
+def recorded_reads(seen: dict[str, str]) -> Iterator[None]:
     """While active, names of attributes that are read from any config object are collected, with their first reader."""
-    seen: dict[str, str] = {}
     original = PreTrainedConfig.__getattribute__
 
     def reading(self: PreTrainedConfig, name: str) -> Any:
@@ -50,7 +49,7 @@ def recorded_reads() -> Iterator[dict[str, str]]:
 
     PreTrainedConfig.__getattribute__ = reading
     try:
-        yield seen
+        yield
     finally:
         PreTrainedConfig.__getattribute__ = original
 
@@ -58,7 +57,7 @@ def recorded_reads() -> Iterator[dict[str, str]]:
 def _reader(frame: FrameType) -> str:
     """Whose code a frame runs: a class of the model, or a function. Empty where the reading means nothing."""
     module = str(frame.f_globals.get("__name__", ""))
-    if module.startswith(BOOKKEEPING) or ".configuration_" in module or module.startswith("dayzero."):
+    if module.startswith((*BOOKKEEPING, "dayzero.")):
         return ""
     owner = frame.f_locals.get("self")
     return type(owner).__name__ if owner is not None else frame.f_code.co_name
@@ -97,7 +96,8 @@ def _walk(
             _walk(value, nested, reads, f"{path}.", readers, inert, unconsumed)
             continue
         known = key in declared or key in GENERIC or key in generation
-        if reader := reads.get(key) or reads.get(aliases.get(key, "")):
+        spellings = (key, aliases.get(key, key), *(alias for alias, name in aliases.items() if name == key))
+        if reader := next((reads[name] for name in spellings if name in reads), None):
             readers[path] = reader
         elif key in STORAGE_READERS:
             readers[path] = STORAGE_READERS[key]

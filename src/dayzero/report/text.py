@@ -32,7 +32,8 @@ def format_value(value: float | int | str | None) -> str:
 
 
 def facts_table(title: str, rows: Iterable[tuple[str, object]]) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    shown = Text(title, style="bold", overflow="ignore", no_wrap=True)
+    table = Table(title=shown, title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 
 import torch
 from torch import nn
@@ -85,7 +86,12 @@ def _walk(node: OpNode | CallNode | Block, graph: RegionGraph, site: str = "") -
 
 
 def _elements(sized: Sized) -> Formula:
-    return product(sized.shape)
+    return _volume(sized.shape)
+
+
+@lru_cache(maxsize=4096)
+def _volume(shape: tuple[Formula, ...]) -> Formula:
+    return product(shape)
 
 
 def _moved(tensors: Sequence[Sized]) -> Formula:

@@ -7,7 +7,7 @@ taken where there are at least one or two points more than free numbers. What fi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -28,10 +28,12 @@ class Atom:
 
 @dataclass(slots=True)
 class Fitter:
-    """`variable`: the name of the length in formulas. `limits`: candidate windows and chunks, the likeliest first."""
+    """`variable`: the name of the length in formulas. `limits`: candidate windows and chunks, the likeliest first. `shapes`:
+    formulas of whole shapes that were asked for before, for `unify`."""
 
     variable: str
     limits: Sequence[int]
+    shapes: dict[Hashable, tuple[Formula, ...]] = field(default_factory=dict)
     _known: dict[tuple[tuple[Point, ...], bool], Formula | None] = field(default_factory=dict)
     _atoms: dict[tuple[int, ...], list[Atom]] = field(default_factory=dict)
 

@@ -26,6 +26,8 @@ from transformers.integrations import hub_kernels
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from dayzero.ops.graph.meta_results import MetaResults
+
 aten = torch.ops.aten
 # What a region is. The inside of a `layer` is a graph of its own; functions are never opened.
 RegionKind = Literal["module", "layer", "attention", "experts", "convolution", "state_space_scan", "linear_attention"]
@@ -89,13 +91,14 @@ class Recorder(TorchDispatchMode):
         self.shut = 0
         self.recording: Recording | None = None
         self.made: dict[int, tuple[Path, Any]] = {}
+        self.shapes = MetaResults()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta:
             dtype = args[0].dtype
             return self.answer if dtype == torch.bool else float(self.answer) if dtype.is_floating_point else int(self.answer)
-        out = func(*args, **kwargs)
+        out = self.shapes.result(func, args, kwargs)
         if self.stack and not self.shut:
             self.stack[-1].children.append(OpCall(func, args, kwargs, out, _is_bookkeeping()))
         return out

@@ -39,10 +39,10 @@ from dayzero.ops.graph.nodes import (
 from dayzero.ops.graph.record import OpCall, Path, Region
 
 aten = torch.ops.aten
-# A parameter seen through these is still that parameter.
 # What these return has a shape that depends on values, which on meta is only assumed.
 ASKING = {aten.nonzero.default, aten.masked_select.default}
 MADE_TENSOR = 64  # elements of a tensor written in the code, such as `torch.tensor([length])`, that are followed
+# A parameter seen through these is still that parameter.
 RELABELLING = {aten._to_copy, aten._unsafe_view, aten.clone}
 
 
@@ -246,13 +246,20 @@ class _Unifier:
         sized = []
         for tensors in zip(*leaves, strict=True):
             one = tensors[0]
-            if len({tensor.dim() for tensor in tensors}) > 1:
-                raise NotGeneral("a tensor has more dimensions at one length than at another")
-            shape = tuple(self._fit([t.shape[dim] for t in tensors], "a dimension") for dim in range(one.dim()))
+            shape = self._shape(tuple(tensor.shape for tensor in tensors))
             made = self.made[0].get(id(one))
             weight = self.weights.get(id(one)) if made is None else self.weight_of.get(made)
             sized.append(Sized(shape, one.element_size(), one.is_floating_point(), weight))
         return tuple(sized)
+
+    def _shape(self, shapes: tuple[torch.Size, ...]) -> tuple[Formula, ...]:
+        """The formulas of a tensor's sizes; the same ones come back again and again."""
+        key = (tuple(self.sizes), shapes)
+        if key not in self.fitter.shapes:
+            if len({len(shape) for shape in shapes}) > 1:
+                raise NotGeneral("a tensor has more dimensions at one length than at another")
+            self.fitter.shapes[key] = tuple(self._fit(sizes, "a dimension") for sizes in zip(*shapes, strict=True))
+        return self.fitter.shapes[key]
 
 
 def _alike(lists: Sequence[Sequence[OpCall | Region]]) -> bool:
