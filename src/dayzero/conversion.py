@@ -33,7 +33,7 @@ def convert_release(
     from dayzero.model.describe import describe
     from dayzero.stages import require_sound
 
-    model = describe(path, operators=False)
+    model = describe(path)
     require_sound(model)
     layout = _layout(model, plan_file, degrees)
     with bytes_progress(say) as progress:

@@ -21,15 +21,14 @@ def is_run(path: Path) -> bool:
 
 
 def description(path: Path, trust_remote_code: bool = False) -> ModelDescription:
-    """The description of a release folder, a config.json or a 1_model.json; unsound ones are refused. Without the operators,
-    which take longest and no stage needs but `inspect`."""
+    """The description of a release folder, a config.json or a 1_model.json; unsound ones are refused."""
     data = read_json(path) if path.is_file() else None
     if isinstance(data, dict) and str(data.get("schema", "")).startswith("dayzero.model/"):
         model = read_record(ModelDescription, path)
     else:
         from dayzero.model.describe import describe
 
-        model = describe(path, trust_remote_code=trust_remote_code, operators=False)
+        model = describe(path, trust_remote_code=trust_remote_code)
     require_sound(model)
     return model
 

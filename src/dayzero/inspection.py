@@ -64,7 +64,7 @@ def inspect(
     else:
         from dayzero.model.describe import describe_release
 
-        model = describe_release(release, trust_remote_code=trust_remote_code)
+        model = describe_release(release, trust_remote_code=trust_remote_code, operators=True)
     return Inspection(
         first=first,
         model=model,
@@ -90,7 +90,7 @@ def _other(path: str, trust_remote_code: bool, only_first: bool) -> ModelDescrip
         return provisional(opened(path))
     from dayzero.model.describe import describe_release
 
-    return describe_release(opened(path), trust_remote_code=trust_remote_code)
+    return describe_release(opened(path), trust_remote_code=trust_remote_code, operators=True)
 
 
 def _coverage(model: ModelDescription, target: str) -> TargetCoverage:

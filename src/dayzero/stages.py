@@ -84,7 +84,7 @@ def option_of(store: RunStore, name: str, default: Any = None) -> Any:
 def inspect(store: RunStore, say: Say) -> ModelDescription:
     from dayzero.model.describe import describe
 
-    model = describe(source_of(store), trust_remote_code=bool(option_of(store, "trust_remote_code")))
+    model = describe(source_of(store), trust_remote_code=bool(option_of(store, "trust_remote_code")), operators=True)
     store.write("inspect", model)
     return model
 
@@ -167,6 +167,7 @@ def engine_arguments(store: RunStore) -> dict[str, Any]:
         "chunk_tokens": made.prefill_chunk_tokens,
         "stop_token_ids": list(model.stop_token_ids),
         "towers_not_served": list(model.towers),
+        "known_tokens": model.tokenizer_tokens,
     }
 
 

@@ -48,6 +48,7 @@ def inspect_summary(
         )),
         "towers": list(model.towers),
         "stop_token_ids": list(model.stop_token_ids),
+        "tokenizer_tokens": model.tokenizer_tokens,
         "rope": model.rope,
         "quantization": {"groups": {g.name: to_dict(g) for g in model.quantization_groups}} | model.quantization,
         "checkpoint_bytes": model.checkpoint_bytes,

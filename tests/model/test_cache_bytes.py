@@ -88,7 +88,7 @@ def verdict(model_type: str, folder: Path) -> str:
     keys = json.loads((folder / "config.json").read_text()) | {"dtype": "float32"}
     (folder / "config.json").write_text(json.dumps(keys))
     try:
-        found = describe(folder, operators=False)
+        found = describe(folder)
     except DayZeroError as error:
         return f"not described: {error.what}: {error.got}"[:160]
     if any(problem.kind == "cache_not_measured" for problem in found.problems):

@@ -430,3 +430,48 @@ def test_descriptions_travel_as_records(tmp_path: Path) -> None:
     write_record(found, tmp_path / "1_model.json")
     again = read_record(ModelDescription, tmp_path / "1_model.json")
     assert again == found and isinstance(again.parameters[0], Parameter)
+
+
+# CF-05: what the config says (... removes the key), the dtype that is used, and words of the doubt that is told.
+DTYPES = [
+    ({"torch_dtype": "float16", "dtype": ...}, "float16", ""),
+    ({"torch_dtype": ..., "dtype": "bfloat16"}, "bfloat16", ""),
+    ({"torch_dtype": "float16", "dtype": "bfloat16"}, "bfloat16", "the first is used"),
+    ({"torch_dtype": ..., "dtype": ...}, "bfloat16", "no dtype in the config"),
+    ({"torch_dtype": "auto", "dtype": ...}, "bfloat16", "no dtype in the config"),
+    ({"torch_dtype": "floaty", "dtype": ...}, "bfloat16", "no known dtype"),
+]
+
+
+@pytest.mark.parametrize(("changes", "dtype", "told"), DTYPES)
+def test_cf_05_the_dtype_has_an_order_of_sources_and_doubts_are_told(
+    tmp_path: Path, changes: dict[str, Any], dtype: str, told: str
+) -> None:
+    found = describe(write_config(tmp_path, "Meta-Llama-3.1-8B", **changes))
+    doubts = [problem.detail for problem in found.problems if problem.kind == "dtype"]
+    assert found.dtype == dtype and (any(told in doubt for doubt in doubts) if told else doubts == [])
+    assert cache_bytes(found)[0] == 131072  # planned bytes use the resolved dtype, and both have two bytes
+
+
+def test_cf_05_the_checkpoint_decides_where_the_config_is_silent(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "m")
+    keys = json.loads((folder / "config.json").read_text())
+    for said, doubt in ((None, "most of the checkpoint"), ("float32", "most of the checkpoint is stored in bfloat16")):
+        keys.pop("dtype", None)
+        (folder / "config.json").write_text(json.dumps(keys if said is None else keys | {"dtype": said}))
+        found = describe(folder)
+        assert found.dtype == (said or "bfloat16")
+        assert any(doubt in problem.detail for problem in found.problems if problem.kind == "dtype")
+
+
+def test_cf_10_a_tokenizer_larger_than_the_embedding_is_an_error_here(tiny_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(tiny_checkpoint("llama"), tmp_path / "m")
+    sound = describe(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    largest = max([*tokenizer["model"]["vocab"].values(), *(entry["id"] for entry in tokenizer["added_tokens"])])
+    assert sound.tokenizer_tokens == largest + 1 <= sound.dimensions.vocab_size
+    added = dict(tokenizer["added_tokens"][0], id=sound.dimensions.vocab_size + 1, content="<beyond>")
+    tokenizer["added_tokens"].append(added)
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    problem = next(problem for problem in describe(folder).problems if problem.kind == "tokenizer_larger")
+    assert problem.severity == "error" and str(added["id"]) in problem.detail

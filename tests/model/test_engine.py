@@ -1,12 +1,16 @@
 """The engine against the uncached forward of transformers, alone and among others, on tiny checkpoints of many kinds."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig
 
 from dayzero.core.errors import DayZeroError
-from dayzero.core.generation import SamplingParams
+from dayzero.core.generation import GenerationRequest, SamplingParams
 from dayzero.model.classes import model_class
+from dayzero.runtime.scheduler import Sequence
 from dayzero.runtime.subject import EngineSubject
 from tests.model.engine_builders import greedy, make_engine, make_prompts, run_requests, tokens_of
 from tests.tiny.overrides import REQUIRED_TYPES
@@ -245,3 +249,24 @@ def test_what_cannot_be_served_is_refused(tiny_checkpoint, folder):
     for settings, words in [*cases, ({"dtype": "int8"}, "dtype"), ({"pool_tokens": 0}, "no room")]:
         with pytest.raises(DayZeroError, match=words):
             make_engine(checkpoint, folder, **settings)
+
+
+def test_cf_10_padding_of_the_vocabulary_is_never_answered(tiny_checkpoint, folder):
+    """32 rows, 29 ids: rows 29 to 31 have the largest logits and no draw, greedy or not, and no log-probability."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(32, generator=generator)
+    logits[29:] = 50.0
+    engine = make_engine(tiny_checkpoint("llama"), folder)
+    engine.info = replace(engine.info, vocab_size=32, known_tokens=29)
+    seen = set()
+    for index, temperature in enumerate([0.0] + [2.0] * 10_000):
+        top = 32 if index < 2 else None
+        sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=index, ignore_eos=True, top_logprobs=top)
+        request = GenerationRequest(id=str(index), prompt_token_ids=(1,), sampling=sampling)
+        sequence = Sequence(request=request, seed=index, tokens=[1])
+        drawn = engine._next_token(sequence, logits)
+        seen.add(drawn.token_id)
+        if index < 2:
+            assert len(drawn.top_logprobs) == 29 and math.isclose(sum(math.exp(p) for _, p in drawn.top_logprobs), 1, rel_tol=1e-5)
+    assert max(seen) == 28 and {27, 28} <= seen  # added ids stay usable
+    assert logits[29:].tolist() == [50.0] * 3  # the runner's rows are not ours to change

@@ -41,7 +41,7 @@ def described(name: str, folder: Path) -> ModelDescription | DayZeroError:
     if quantization := RELEASES[name].get("hf_quant_config"):
         (place / "hf_quant_config.json").write_text(json.dumps(quantization))
     try:
-        return describe(place, operators=False)
+        return describe(place)
     except DayZeroError as error:
         return error
 

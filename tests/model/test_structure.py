@@ -39,7 +39,7 @@ def released(name: str, **changes: Any) -> dict[str, Any]:
 
 def structure_of(config: dict[str, Any], folder: Path) -> Structure:
     (folder / "config.json").write_text(json.dumps(config))
-    described = describe(folder, operators=False)
+    described = describe(folder)
     resolved = resolve(open_release(folder))
     assert isinstance(resolved, Resolved)
     model = resolved.build(torch.bfloat16)
@@ -355,7 +355,7 @@ def test_cf_07_weights_with_and_without_normalisation(model_type, default, given
 
 def test_cf_07_where_neither_a_class_nor_a_key_says_it_nothing_is_assumed(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"model_type": "unheard_of", "num_experts": 4}))
-    found = describe(tmp_path, operators=False).structure.routing
+    found = describe(tmp_path).structure.routing
     assert all((item.scoring, item.normalised, item.scaling) == (None, None, None) for item in found), found
 
 
@@ -408,7 +408,7 @@ def test_norms_with_a_weight_offset(tmp_path):
 
 def test_a_model_that_cannot_be_followed_gets_notes(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
-    described, resolved = describe(tmp_path, operators=False), resolve(open_release(tmp_path))
+    described, resolved = describe(tmp_path), resolve(open_release(tmp_path))
     assert isinstance(resolved, Resolved)
     model, small = resolved.build(torch.bfloat16), build_shrunken(resolved.config, dtype=torch.float32, seed=0)
 

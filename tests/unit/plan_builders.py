@@ -1,6 +1,9 @@
 """Synthetic models and targets for the planner's tests, made from sizes alone (no torch, no release folder)."""
 
+from dataclasses import replace
+
 from dayzero.core.model import CacheSpec, Dimensions, LayerKind, ModelDescription, Parameter, ShardRule
+from dayzero.core.structure import QuantizationGroup
 from dayzero.core.target import Card, Node, Software, Target
 from dayzero.core.units import GIB
 
@@ -22,6 +25,14 @@ class ModelBuilder:
     def add(self, name, shape, role, layer=None, rule=None, **more):
         more.setdefault("dtype", DTYPE)
         self.parameters.append(Parameter(name=name, shape=shape, role=role, layer=layer, shard=rule or ShardRule(), **more))
+
+
+def with_group(model, *, roles=("attention", "mlp", "expert", "shared_expert"), name="fp8", **figures):
+    """The model as a release that stores its matrices of those roles in one quantization group."""
+    figures = figures or {"scheme": "fp8-block", "weight_bits": 8.0, "block": (128, 128), "scale_dtype": "float32"}
+    parameters = tuple(replace(p, group=name) if p.role in roles and len(p.shape) >= 2 else p for p in model.parameters)
+    groups = (*model.quantization_groups, QuantizationGroup(name=name, **figures))
+    return replace(model, parameters=parameters, quantization_groups=groups, quantization={"method": "fp8"})
 
 
 def add_dense_mlp(build, layer, hidden, inner, role="mlp"):

@@ -9,6 +9,7 @@ from typing import get_args
 import pytest
 
 from dayzero.core.errors import DayZeroError
+from dayzero.core.formulas import evaluate
 from dayzero.core.model import Role
 from dayzero.model.estimate import Estimate, estimate
 
@@ -306,3 +307,21 @@ def test_answers_without_torch():
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "Meta-Llama-3.1-8B", "Kimi-K3", "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"])
+def test_operators_from_keys_multiply_each_active_matrix_once(name: str) -> None:
+    """Without context a token costs two operations for each parameter it uses, but for those that are no matrices."""
+    guess = of(name)
+    no_matrix = sum(guess.by_role.get(role, 0) for role in ("embedding", "norm", "convolution", "other", "tower", "projector",
+                                                            "attention_sink"))  # fmt: skip
+    graphs = [*((kind.operators, len(kind.layers)) for kind in guess.layer_kinds), (guess.outer_operators, 1)]
+    for nodes, tokens in (("decode", 1), ("prefill", 1)):
+        flops = sum(
+            evaluate(node.flops, B=1, T=tokens, C=0) * layers
+            for graph, layers in graphs
+            for node in getattr(graph, nodes)
+            if node.kind in ("linear", "experts")
+        )
+        assert flops == pytest.approx(2 * (guess.active_parameters - no_matrix), rel=2e-3)
+    assert all(graph.notes for graph, _ in graphs)

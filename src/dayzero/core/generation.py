@@ -90,6 +90,13 @@ class EngineInfo:
     fallbacks: tuple[str, ...] = ()  # each in plain words
     stop_token_ids: tuple[int, ...] = ()
     towers_not_served: tuple[str, ...] = ()
+    # Ids that the tokenizer has, where that is known: rows of the embedding beyond them are padding and never sampled.
+    known_tokens: int | None = None
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Ids from 0 to one less than this can be answered."""
+        return self.vocab_size if self.known_tokens is None else min(self.known_tokens, self.vocab_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

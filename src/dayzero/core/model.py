@@ -218,6 +218,7 @@ class ModelDescription:
     structure: Structure = field(default_factory=Structure)
     towers: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    tokenizer_tokens: int | None = None  # one more than the largest id of the tokenizer, where it could be read
     quantization: dict[str, str] = None  # type: ignore[assignment]
     quantization_groups: tuple[QuantizationGroup, ...] = ()
     rope: dict[str, dict[str, float | str | None]] = None  # type: ignore[assignment]

@@ -262,6 +262,16 @@ def tokenizer_eos_id(tokenizer_config: Mapping[str, Any], tokenizer: Mapping[str
     return vocab.get(content) if isinstance(vocab, Mapping) else None
 
 
+def tokenizer_tokens(tokenizer: Mapping[str, Any]) -> int | None:
+    """One more than the largest id of a tokenizer.json, added tokens included; None where it lists none."""
+    vocab = (tokenizer.get("model") or {}).get("vocab")
+    # A mapping of piece to id, or (unigram) a list of pieces with their scores.
+    ids = list(vocab.values()) if isinstance(vocab, Mapping) else list(range(len(vocab))) if isinstance(vocab, list) else []
+    ids += [entry.get("id") for entry in tokenizer.get("added_tokens") or [] if isinstance(entry, Mapping)]
+    known = [number for number in ids if isinstance(number, int) and not isinstance(number, bool)]
+    return max(known) + 1 if known else None
+
+
 def _decoder_entries(tokenizer_config: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     decoder = tokenizer_config.get("added_tokens_decoder")
     for key, entry in decoder.items() if isinstance(decoder, Mapping) else []:

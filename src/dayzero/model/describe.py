@@ -20,13 +20,13 @@ from dayzero.core.model import Dimensions, LayerKind, ModelDescription, Operator
 from dayzero.core.structure import QuantizationGroup, Structure
 from dayzero.model.config_keys import normalise_rope, quantization_summary, text_keys
 from dayzero.model.estimate import MTP
-from dayzero.model.provisional import model_dtype, provisional, stops_of
+from dayzero.model.provisional import model_dtype, provisional, token_facts
 from dayzero.model.release import Release, open_release
 from dayzero.model.stored import assignment, checkpoint_bytes, quantization_groups
 from dayzero.model.stored.quantization import settings_beside
 
 
-def describe(path: Path, *, trust_remote_code: bool = False, operators: bool = True) -> ModelDescription:
+def describe(path: Path, *, trust_remote_code: bool = False, operators: bool = False) -> ModelDescription:
     """The description of a release folder or a bare config.json.
 
     Raises DayZeroError when there is no config, or its class refuses it.
@@ -34,9 +34,9 @@ def describe(path: Path, *, trust_remote_code: bool = False, operators: bool = T
     return describe_release(open_release(path), trust_remote_code=trust_remote_code, operators=operators)
 
 
-def describe_release(release: Release, *, trust_remote_code: bool = False, operators: bool = True) -> ModelDescription:
-    """As `describe`, for a release that is already open. Without `operators`, their graphs and the structure facts, which take
-    a few seconds, are left empty. Code of the release is run only when trusted, and then in a confined process."""
+def describe_release(release: Release, *, trust_remote_code: bool = False, operators: bool = False) -> ModelDescription:
+    """As `describe`, for a release that is already open. `operators`: with their graphs and the structure facts, which take a
+    few seconds and no stage but `inspect` needs. Code of the release is run only when trusted, in a confined process."""
     # Before transformers sees it: contradictions are errors here and silent there.
     rope = normalise_rope(text_keys(release.config))
     dtype, problems = model_dtype(release)
@@ -105,7 +105,7 @@ class _Measured:
         kinds, outer, structure = self._followed(model, kinds, parameters, text)
         usage = key_usage(self.release.config, self.resolved.config, self.reads)
         dimensions = _dimensions(model, text, kinds, len(layers), num_experts, per_token, self.release.config)
-        stops, stop_problems = stops_of(self.release, dimensions.vocab_size)
+        tokens = token_facts(self.release, dimensions.vocab_size)
         return ModelDescription(
             name=self.release.name,
             model_type=str(self.release.config.get("model_type", model.config.model_type)),
@@ -122,7 +122,8 @@ class _Measured:
             outer_operators=outer,
             structure=structure,
             towers=place.towers,
-            stop_token_ids=stops,
+            stop_token_ids=tokens.stops,
+            tokenizer_tokens=tokens.num_tokens,
             quantization=quantization_summary(self.release.config),
             quantization_groups=groups,
             rope=self.rope,
@@ -134,7 +135,7 @@ class _Measured:
             checkpoint_bytes=self.release.checkpoint_bytes if self.release.has_weights else checkpoint_bytes(groups),
             has_weights=self.release.has_weights,
             provisional=self.provisional,
-            problems=(*self.problems, *stop_problems),
+            problems=(*self.problems, *tokens.problems),
         )
 
     def _caches(self, model: Any, layers: list[Any], text: Any) -> list[Any]:

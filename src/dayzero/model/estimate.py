@@ -8,11 +8,11 @@ new release goes wrong silently; `unknown` are sentences on what had to be assum
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dayzero.core.errors import DayZeroError
-from dayzero.core.model import CacheSpec, Dimensions, LayerKind
+from dayzero.core.model import CacheSpec, Dimensions, LayerKind, OperatorGraph
 from dayzero.core.structure import Structure
 from dayzero.model.keys.accounting import accounted, some
 from dayzero.model.keys.compressed import compressed_attention, uses_shared_row
@@ -20,6 +20,7 @@ from dayzero.model.keys.feed_forwards import FeedForwardSizes, dense_width, feed
 from dayzero.model.keys.layer_pattern import Layer, layer_pattern, pattern_depth
 from dayzero.model.keys.linear_mixers import linear_attention, state_space
 from dayzero.model.keys.mixers import Mixer, Sizes, attention, heads_of, rotated_and_not
+from dayzero.model.keys.operators import layer_operators, outer_operators
 from dayzero.model.keys.reader import MOST_LAYERS, Account, Reader
 from dayzero.model.keys.structure import structure
 from dayzero.model.keys.tables import CONCEPTS, TEXT_CONFIGS
@@ -35,6 +36,7 @@ class Estimate:
 
     dimensions: Dimensions
     layer_kinds: tuple[LayerKind, ...]
+    outer_operators: OperatorGraph
     total_parameters: int
     active_parameters: int
     mtp_parameters: int
@@ -73,11 +75,16 @@ def estimate(config: Mapping[str, Any], dtype: str) -> Estimate:
     sizes = +sizes
     _share_caches(keys, depth)
     kinds = _kinds(counted)
+    dimensions = _dimensions(keys, pattern, hidden, vocabulary, depth, _mtp_layers(keys))
+    firsts = {kind.name: counted[kind.layers[0]] for kind in kinds}
+    kinds = tuple(
+        replace(kind, operators=layer_operators(kind, first.sizes, first.feed.idle, dimensions, dtype))
+        for kind, first in zip(kinds, firsts.values(), strict=True)
+    )
     num_mtp = _mtp_layers(keys)
     mtp = _mtp_parameters(keys, pattern, num_mtp, hidden, vocabulary, dtype)
     total = sum(sizes.values())
     parts = structure(keys, kinds, [item.tower for item in found])
-    dimensions = _dimensions(keys, pattern, hidden, vocabulary, depth, num_mtp)
     _note_assumptions(keys)
     consumed, inert, unread = accounted(config, keys, pattern)
     if unread:
@@ -85,6 +92,7 @@ def estimate(config: Mapping[str, Any], dtype: str) -> Estimate:
     return Estimate(
         dimensions=dimensions,
         layer_kinds=kinds,
+        outer_operators=outer_operators(dimensions, dtype),
         total_parameters=total,
         active_parameters=total - idle,
         mtp_parameters=mtp,

@@ -5,10 +5,18 @@ measured description (`describe`) confirms or corrects it line by line. `unknown
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from dayzero.core.model import ModelDescription, Problem
 from dayzero.core.units import DTYPE_BITS, canonical_dtype
-from dayzero.model.config_keys import config_dtype, normalise_rope, quantization_summary, stop_tokens, text_keys
+from dayzero.model.config_keys import (
+    config_dtype,
+    normalise_rope,
+    quantization_summary,
+    stop_tokens,
+    text_keys,
+    tokenizer_tokens,
+)
 from dayzero.model.estimate import estimate
 from dayzero.model.known_keys import known_elsewhere
 from dayzero.model.release import Release, read_object
@@ -24,7 +32,7 @@ def provisional(release: Release, problems: Sequence[Problem] | None = None) -> 
     dtype, dtype_problems = model_dtype(release)
     found = list(problems) if problems is not None else [*release.problems, *dtype_problems]
     guess = estimate(release.config, dtype)
-    stops, stop_problems = stops_of(release, guess.dimensions.vocab_size)
+    tokens = token_facts(release, guess.dimensions.vocab_size)
     beside = settings_beside(release)
     stand_ins = estimated_parameters({**guess.by_role, "mtp": guess.mtp_parameters}, dtype)
     groups = quantization_groups(release.config, stand_ins, beside=beside)
@@ -45,9 +53,11 @@ def provisional(release: Release, problems: Sequence[Problem] | None = None) -> 
         active_parameters=guess.active_parameters,
         mtp_parameters=guess.mtp_parameters,
         parameters_by_role=guess.by_role,
+        outer_operators=guess.outer_operators,
         structure=guess.structure,
         towers=tuple(tower.name for tower in guess.structure.towers),
-        stop_token_ids=stops,
+        stop_token_ids=tokens.stops,
+        tokenizer_tokens=tokens.num_tokens,
         quantization=quantization_summary(release.config),
         rope=normalise_rope(text_keys(release.config)),
         consumed_keys=tuple(sorted(guess.consumed)),
@@ -59,7 +69,7 @@ def provisional(release: Release, problems: Sequence[Problem] | None = None) -> 
         checkpoint_bytes=release.checkpoint_bytes if release.has_weights else checkpoint_bytes(groups),
         has_weights=release.has_weights,
         provisional=True,
-        problems=(*found, *stop_problems),
+        problems=(*found, *tokens.problems),
     )
 
 
@@ -99,13 +109,27 @@ def _census(release: Release) -> str | None:
     return max(sizes, key=lambda name: sizes[name]) if sizes else None
 
 
-def stops_of(release: Release, vocab_size: int) -> tuple[tuple[int, ...], tuple[Problem, ...]]:
-    """Ids that end a generation, from every file of the release that names one."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenFacts:
+    """`stops`: ids that end a generation, from every file that names one. `num_tokens`: see `config_keys.tokenizer_tokens`."""
+
+    stops: tuple[int, ...]
+    num_tokens: int | None
+    problems: tuple[Problem, ...]
+
+
+def token_facts(release: Release, vocab_size: int) -> TokenFacts:
+    """`vocab_size`: rows of the embedding. A tokenizer with an id beyond them is an error: it would fail in a request."""
     tokenizer = read_object(release.path("tokenizer.json")) if "tokenizer.json" in release.tokenizer_files else None
-    return stop_tokens(
+    stops, problems = stop_tokens(
         release.config,
         vocab_size=vocab_size,
         generation_config=release.generation_config,
         tokenizer_config=release.tokenizer_config,
         tokenizer=tokenizer,
     )
+    num_tokens = None if tokenizer is None else tokenizer_tokens(tokenizer)
+    if num_tokens is not None and num_tokens > vocab_size:
+        told = f"the tokenizer has the id {num_tokens - 1}, and the embedding only {vocab_size} rows"
+        problems = (*problems, Problem(kind="tokenizer_larger", severity="error", file="tokenizer.json", detail=told))
+    return TokenFacts(stops=stops, num_tokens=num_tokens, problems=problems)

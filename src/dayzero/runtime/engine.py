@@ -107,6 +107,9 @@ class Engine:
         request, params, output = sequence.request, sequence.request.sampling, sequence.output
         stops = set(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_ids)
         forbidden = tuple(stops) if len(output) < params.min_tokens else ()
+        if self.info.sampled_tokens < len(row_logits):  # padding of the embedding: no draw and no log-probability
+            row_logits = row_logits.clone()
+            row_logits[self.info.sampled_tokens :] = float("-inf")
         try:
             drawn = sample(row_logits, params, sequence.seed, sequence.tokens[: sequence.num_prompt], output, forbidden)
         except FloatingPointError as error:  # this request fails alone: its row is poisoned, its neighbours' are not

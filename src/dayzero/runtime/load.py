@@ -68,6 +68,7 @@ class EngineSpec:
     threads: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     towers_not_served: tuple[str, ...] = ()
+    known_tokens: int | None = None  # ids of the tokenizer: what lies beyond is never sampled
 
 
 Maker = Callable[[LoadedModel, bool], Runner]  # a model, and whether it is the shrunken one
@@ -139,6 +140,7 @@ def load_engine(spec: EngineSpec, log: Callable[[str], None] = lambda text: None
         fallbacks=fallbacks(choice.proofs, notes, runner),
         stop_token_ids=spec.stop_token_ids,
         towers_not_served=spec.towers_not_served,
+        known_tokens=spec.known_tokens,
     )
     return Engine(runner, info, chunk_tokens=spec.chunk_tokens)
 

@@ -48,7 +48,7 @@ def sample(
 
 def _with_logprobs(raw: torch.Tensor, token_id: int, count: int) -> Drawn:
     logprobs = torch.log_softmax(raw, -1)
-    values, ids = logprobs.topk(min(count, logprobs.numel()))
+    values, ids = logprobs.topk(min(count, int(logprobs.isfinite().sum())))  # ids that cannot be drawn have none
     pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return Drawn(token_id=token_id, logprob=float(logprobs[token_id]), top_logprobs=pairs)
 
@@ -88,7 +88,7 @@ def _draw(logits: torch.Tensor, params: SamplingParams, random: float) -> int:
     if narrowed:
         scaled, ids = scaled.topk(count)  # sorted, best first
     probabilities = torch.softmax(scaled, -1)
-    keep = torch.ones_like(probabilities, dtype=torch.bool)
+    keep = probabilities > 0  # what cannot be drawn is not drawn by rounding either
     if params.top_p < 1:  # the smallest set of best tokens that reaches top_p; the best one always stays
         keep &= probabilities.cumsum(-1) - probabilities < params.top_p
     if params.min_p > 0:

@@ -49,7 +49,7 @@ def served_equals_engine(asked: Asked, referred: Referred | None, regime: Regime
         return checks.not_shown(SERVED, regime.unusable if regime else "without a reference no tie can be told from an error")
     limits = (*[options.sample_tokens] * len(asked.samples), *[options.concurrent_tokens] * len(asked.concurrent))
     firsts = [*asked.samples, *asked.concurrent]
-    if any(malformed(first, asked.info.vocab_size, limit) for first, limit in zip(firsts, limits, strict=True)):
+    if any(malformed(first, asked.info.sampled_tokens, limit) for first, limit in zip(firsts, limits, strict=True)):
         return checks.not_shown(SERVED, "an answer of the engine itself is malformed")
     paths = [None] * len(firsts) if referred is None else [*referred.samples, *referred.concurrent]
     labels = [text.text for text in (*asked.inputs.samples, *asked.inputs.concurrent)]
@@ -63,7 +63,7 @@ def _judged(
     prompts: Sequence[TokenText],
 ) -> Check:  # fmt: skip
     for answer, prompt in zip(answers, prompts, strict=True):
-        if why := malformed(answer, asked.info.vocab_size, max_tokens):
+        if why := malformed(answer, asked.info.sampled_tokens, max_tokens):
             return Check(name=name, verdict="fail", value=None, limit=None, where=prompt.text, detail=f"an answer has {why}")
     return checks.check_answers(regime, name, [path for path in paths if path is not None], [p.text for p in prompts])
 

@@ -30,9 +30,11 @@ class Referee:
         self._logits: dict[tuple[int, ...], np.ndarray] = {}
         self._layers: dict[tuple[int, ...], list[np.ndarray] | None] = {}
         self._paths: dict[tuple[tuple[int, ...], tuple[int, ...]], Path] = {}
+        self._num_tokens: int | None = None  # ids that can be answered
 
     def refer(self, asked: Asked) -> Referred:
         inputs, options = asked.inputs, asked.inputs.options
+        self._num_tokens = asked.info.sampled_tokens
         start = inputs.texts[0].token_ids[: options.layer_tokens]
         firsts = [answers[0] for answers in asked.reuse]
         return Referred(
@@ -51,18 +53,27 @@ class Referee:
         start = max(shared, key=len, default=[])
         if len(start) == max_tokens or any(token in stops for token in start):
             return start
-        return start + self._reference.generate([*prompt, *start], max_tokens - len(start), stops)
+        tokens = [*prompt, *start]
+        while len(tokens) < len(prompt) + max_tokens and not (len(tokens) > len(prompt) and tokens[-1] in stops):
+            tokens.append(int(self._answerable(self._reference.logits(tokens))[-1].argmax()))
+        return tokens[len(prompt) :]
+
+    def _answerable(self, logits: np.ndarray) -> np.ndarray:
+        """Without padding of the vocabulary, which no answer can hold."""
+        return logits[..., : self._num_tokens]
 
     def _judge(self, asked: Asked, prompts: Sequence[Tokens], answers: Sequence[Tokens], max_tokens: int) -> list[Path | None]:
         return [
-            None if malformed(answer, asked.info.vocab_size, max_tokens) else self._path(tuple(prompt), tuple(answer))
+            None if malformed(answer, asked.info.sampled_tokens, max_tokens) else self._path(tuple(prompt), tuple(answer))
             for prompt, answer in zip(prompts, answers, strict=True)
         ]
 
     def _path(self, prompt: tuple[int, ...], answer: tuple[int, ...]) -> Path:
         key = (prompt, answer)
         if key not in self._paths:
-            self._paths[key] = path_of(trusted(self._reference.logits([*prompt, *answer])), len(prompt), answer)
+            self._paths[key] = path_of(
+                self._answerable(trusted(self._reference.logits([*prompt, *answer]))), len(prompt), answer
+            )
         return self._paths[key]
 
     def _text(self, token_ids: Tokens) -> np.ndarray:

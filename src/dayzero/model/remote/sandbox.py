@@ -261,7 +261,7 @@ def main(arguments: list[str]) -> None:
     refuse_network(confinement, lambda attempt: tell(network=attempt))
     _allowed_here = True
     try:
-        tell(result=to_dict(describe_release(release, trust_remote_code=True)))
+        tell(result=to_dict(describe_release(release, trust_remote_code=True, operators=True)))
     except DayZeroError as error:
         tell(error=error.as_dict()["error"])
     except BaseException as error:  # also SystemExit: a release's code may raise anything
