@@ -199,14 +199,17 @@ def engine_info(url: str) -> EngineInfo:
     """The facts of the engine behind a server, from its model list."""
     import httpx
 
-    listed = httpx.get(f"{url}/v1/models", timeout=30.0, trust_env=False).json()["data"][0]
-    if "engine" not in listed:
+    try:
+        listed = httpx.get(f"{url}/v1/models", timeout=30.0, trust_env=False).json()["data"][0]
+        if "engine" not in listed:
+            raise ValueError("a model list without `engine`")
+    except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
         raise DayZeroError(
-            "this server does not say what it runs",
-            got=f"{url}/v1/models without `engine`",
+            f"the server at {url} does not say what it runs",
+            got=f"{type(error).__name__}: {error}"[:300],
             want="a server that `dayzero serve` started",
-            fix="give the url of one, or leave --url out",
-        )
+            fix="start it, correct --url, or leave it out",
+        ) from error
     return from_dict(EngineInfo, listed["engine"], source="the server's model list")
 
 

@@ -48,6 +48,7 @@ class CachedSubject:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
         self.info = SimpleNamespace(
             model=folder.name, device="cpu", dtype=dtype, vocab_size=self.model.config.get_text_config().vocab_size,
+            sampled_tokens=self.model.config.get_text_config().vocab_size,
             context_tokens=256, capacity_tokens=256, block_tokens=16, prefix_reuse=True, stop_token_ids=(1,), folder=folder,
         )  # fmt: skip
         self.change_logits: Logits = unchanged

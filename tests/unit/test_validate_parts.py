@@ -23,7 +23,7 @@ from dayzero.validate.positions import PositionErrors, best_tokens, position_err
 from dayzero.validate.regime import Regime
 from dayzero.validate.subject import ServerRefused
 
-INFO = SimpleNamespace(model="m", device="cpu", dtype="float32", vocab_size=100, context_tokens=400, capacity_tokens=300,
+INFO = SimpleNamespace(model="m", device="cpu", dtype="float32", vocab_size=100, sampled_tokens=100, context_tokens=400, capacity_tokens=300,
                        block_tokens=16, prefix_reuse=True, stop_token_ids=())  # fmt: skip
 
 

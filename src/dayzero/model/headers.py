@@ -6,19 +6,17 @@ included), each tensor's dtype, shape and span, and that the spans tile the data
 only after it was shown to begin like one and to be no longer than the file and `MAX_HEADER_BYTES`.
 """
 
-import gc
 import hashlib
 import json
 import os
 import re
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from typing import Any
 
+from dayzero.core.collector import collector_paused
 from dayzero.core.model import Problem
 from dayzero.core.units import DTYPE_BITS, SAFETENSORS_DTYPES
 
@@ -79,20 +77,8 @@ def read_header(
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             return None, [reader.problem("not_a_file", "not a regular file")]
-        with _collector_paused():
+        with collector_paused():
             return reader.read(handle, status.st_size, max_header_bytes), reader.problems
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    """A header of many tensors makes objects faster than it frees them; looking for cycles among them doubles its time."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _Reader:

@@ -8,7 +8,6 @@ that the prefill left. What cannot be followed is an empty graph with its reason
 from __future__ import annotations
 
 import contextlib
-import gc
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from dayzero.core.collector import collector_paused
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import LayerKind, OperatorGraph, OperatorNode
 from dayzero.model.classes import find_layers
@@ -80,7 +80,7 @@ def operator_graphs(model: nn.Module, layer_kinds: Sequence[LayerKind], text_con
     limits = token_limits(model, layer_kinds, text_config)
     try:
         name, layers = find_layers(model)
-        with eager(model), _no_collection():
+        with eager(model), collector_paused():
             runs = _recorded(model, list(layers), layer_kinds, graph_lengths(limits, text_config, _on_meta(model)))
     except Exception as error:  # whatever a model's own code raises is the reason that is shown
         why = f"the model could not be followed: {one_line(error)}"
@@ -90,7 +90,7 @@ def operator_graphs(model: nn.Module, layer_kinds: Sequence[LayerKind], text_con
             notes=(why,),
             details={},
         )
-    with _no_collection():
+    with collector_paused():
         return _Generaliser(model, f"{name}.", layer_kinds, limits, runs).result()
 
 
@@ -299,18 +299,6 @@ def eager(model: Any) -> Iterator[None]:
     finally:
         for config, name, value in before:
             setattr(config, name, value)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Recordings keep what they saw: looking through it for garbage takes a quarter of the time and finds none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _on_meta(model: nn.Module) -> bool:
