@@ -25,9 +25,9 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Layout
 from dayzero.core.records import read_record, to_dict
-from dayzero.model.remote import sandbox
 from dayzero.model.describe import describe
 from dayzero.model.release import open_release
+from dayzero.model.remote import sandbox
 from dayzero.model.remote.code import code_hashes, model_code, tokenizer_needs_code
 from dayzero.model.remote.sandbox import describe_in_sandbox
 from dayzero.model.resolve import remote_class, resolve

@@ -19,7 +19,7 @@ from dayzero.core.sharding import owns_layer, rank_boxes
 from dayzero.core.target import Workload
 from dayzero.core.units import GIB, MIB
 from dayzero.plan import PlanOptions, make_plan
-from tests.unit.plan_builders import make_dense_model, make_latent_moe_model, make_target
+from tests.unit.plan_builders import make_dense_model, make_latent_moe_model, make_target, with_group
 
 LARGE = make_latent_moe_model()
 SMALL = {"layers": 6, "dense": 1, "hidden": 32, "heads": 8, "q_rank": 16, "kv_rank": 8, "nope": 4, "rope": 4, "value": 4,
@@ -164,7 +164,7 @@ def test_sliding_cache_does_not_grow_beyond_its_window():
 def test_infeasible_plan_is_returned_with_the_gap_and_the_smallest_change():
     plan = make_small_plan(LARGE, devices=8)
     assert not plan.feasible
-    assert plan.reasons[0].startswith("short by ") and "GiB per card" in plan.reasons[0] and "cards" in plan.reasons[0]
+    assert plan.reasons[0].startswith("8 cards are short by ") and "GiB per card: use " in plan.reasons[0]
     assert any(entry.short_by_bytes for entry in plan.rejected)
     worst = max(rank.total() for rank in plan.ledger)
     assert worst > plan.ledger[0].budget_bytes
@@ -185,7 +185,7 @@ def test_a_doubtful_memory_figure_never_refuses_by_itself(confidence_or_field):
     target = make_target(**({"confidence": confidence_or_field} if is_level else {"unverified": (confidence_or_field,)}))
     plan = make_small_plan(LARGE, target=target, devices=8)
     assert plan.feasible and any("unverified" in reason for reason in plan.reasons)
-    assert plan.reasons[0].startswith("short by ")
+    assert plan.reasons[0].startswith("8 cards are short by ")
     assert any(line.startswith("card.memory_bytes") and "unverified" in line for line in plan.rests_on)
 
 
@@ -227,8 +227,7 @@ def test_option_values_are_checked(bad):
 ])  # fmt: skip
 def test_quantization_blocks_bound_tp(inner, tp, legal):
     """TP-01: 18432/32 = 576, 3072/16 = 192, 320/4 = 80 and 2048/32 = 64 are no multiples of 128; gate and up apart."""
-    model = make_dense_model(layers=2, hidden=1024, heads=32, kv_heads=32, head_dim=128, inner=inner,
-                             quantization={"method": "fp8", "weight_block_size": "128,128"})  # fmt: skip
+    model = with_group(make_dense_model(layers=2, hidden=1024, heads=32, kv_heads=32, head_dim=128, inner=inner))
     if legal:
         assert make_small_plan(model, tp=tp).layout.tp == tp
         return
@@ -238,8 +237,7 @@ def test_quantization_blocks_bound_tp(inner, tp, legal):
 
 
 def test_quantized_release_is_counted_with_its_scales():
-    model = make_dense_model(layers=2, hidden=256, heads=4, kv_heads=4, head_dim=64, inner=512,
-                             quantization={"method": "fp8", "weight_block_size": "128,128"})  # fmt: skip
+    model = with_group(make_dense_model(layers=2, hidden=256, heads=4, kv_heads=4, head_dim=64, inner=512))
     plan = make_small_plan(model, tp=1)
     linear = 2 * (4 * 256 * 256 + 3 * 256 * 512)
     rest = 2 * 128 * 256 + 256 * 3

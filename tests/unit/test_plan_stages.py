@@ -10,7 +10,7 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.target import Workload
 from dayzero.core.units import GIB
 from dayzero.plan import PlanOptions, make_plan
-from dayzero.plan.stages import cut_stages, first_cut, stages_from_sizes
+from dayzero.plan.stages import Caps, cut_stages, first_cut, stages_from_sizes
 from tests.unit.plan_builders import make_dense_model, make_latent_moe_model, make_target
 
 
@@ -82,3 +82,25 @@ def test_no_cut_has_a_lighter_worst_stage(costs, num_stages, first, last):
         assert_covers(stages, len(costs))
         assert len(stages) == num_stages
         assert heaviest(costs, stages, first, last) == best
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 30),
+       st.integers(0, 30), st.integers(1, 150))  # fmt: skip
+def test_no_cut_within_the_memory_has_a_faster_slowest_stage(layers, num_stages, first, last, room):
+    """Seconds are balanced, bytes are kept: against every cut there is."""
+    if num_stages > len(layers):
+        return
+    times, held = [time for time, _ in layers], [size for _, size in layers]
+    cuts = [tuple(zip((0, *inner), (*inner, len(layers)), strict=True))
+            for inner in combinations(range(1, len(layers)), num_stages - 1)]  # fmt: skip
+    within = [cut for cut in cuts if heaviest(held, cut, first, last) <= room]
+    caps = Caps(held, first, last, room)
+    if not within:
+        with pytest.raises(DayZeroError, match="no cut keeps every stage within its memory"):
+            cut_stages(times, num_stages, caps=caps)
+        return
+    best = min(heaviest(times, cut, 0, 7) for cut in within)
+    for function in (cut_stages, first_cut):
+        stages = function(times, num_stages, last_extra=7, caps=caps)
+        assert_covers(stages, len(layers))
+        assert heaviest(times, stages, 0, 7) == best and heaviest(held, stages, first, last) <= room

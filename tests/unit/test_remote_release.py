@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from dayzero.core.errors import DayZeroError
-from dayzero.model.remote import release as remote_release
 from dayzero.model.release import Release, open_release
+from dayzero.model.remote import release as remote_release
 from dayzero.model.remote.release import FIRST_BYTES, is_address, open_remote_release
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

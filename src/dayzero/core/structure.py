@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dayzero.core.records import STRICT
+from dayzero.core.storage import Storage
 
 Evidence = Literal["measured", "keys", "unknown"]
 
@@ -115,7 +116,8 @@ class QuantizationGroup:
     `int4-g32`, `w8a8`, `fp8`, ...) or `none` for what stays in the model's dtype.
 
     `block`: rows and columns that share a scale, 0 where the scale spans the whole dimension. `parameters` and `num_bytes`
-    (scales included) of this group in the release, None where no parameter list could be had.
+    (scales included) of this group in the release, None where no parameter list could be had. The figures after them price
+    any part of a parameter exactly (`storage`), and are those of `core.storage.Storage`.
     """
 
     __pydantic_config__ = STRICT
@@ -129,3 +131,18 @@ class QuantizationGroup:
     ignored: tuple[str, ...] = ()
     parameters: int | None = None
     num_bytes: int | None = None
+    word_columns: int = 1
+    zero_bits: int = 0
+    column_bytes: int = 0
+    matrix_bytes: int = 0
+
+    @property
+    def storage(self) -> Storage | None:
+        """How one of its matrices is stored; None where it stays in the model's dtype or the scheme is not known."""
+        if not self.weight_bits:
+            return None
+        return Storage(
+            scheme=self.scheme, bits=int(self.weight_bits), block=self.block, scale_dtype=self.scale_dtype,
+            activations=self.activations, word_columns=self.word_columns, zero_bits=self.zero_bits,
+            column_bytes=self.column_bytes, matrix_bytes=self.matrix_bytes,
+        )  # fmt: skip

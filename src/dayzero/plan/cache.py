@@ -2,7 +2,8 @@
 
 Key/value heads are divided by TP and repeated when TP exceeds them; latents, indexer and compressed rows are the same on
 every TP rank; states hold one entry a sequence. CP divides what grows with the context. Growing caches come in whole
-blocks. Deliberately not done: an allocator's page unit for hybrids.
+blocks. Engines whose allocator has one page size for all layers are priced by the pages of a stage (`plan.pages`); others
+tensor by tensor. Deliberately not done: prefix sharing, offloading.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.model import CacheSpec, ModelDescription
 from dayzero.core.plan import Layout
 from dayzero.core.sharding import even_split, unit_range
-from dayzero.core.units import DTYPE_BITS
+from dayzero.plan.engines import CacheModel, CacheRule
+from dayzero.plan.formats import cache_bits, cache_dtype_name
+from dayzero.plan.pages import LayerPages, Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,12 +38,21 @@ class KindCache:
 
 
 class Cache:
-    """Cache prices of one model at one cache dtype and block size."""
+    """Cache prices of one model at one cache dtype and block size, as an engine's `rules` store and page it.
 
-    def __init__(self, model: ModelDescription, cache_dtype: str | None, block_tokens: int) -> None:
+    `chunk_tokens`: what a step may add to a window before old entries are given back. `draft_layers` keep caches as the layer
+    does that caches most a token; they are on the last stage.
+    """
+
+    def __init__(self, model: ModelDescription, cache_dtype: str | None, block_tokens: int, *,
+                 rules: CacheModel | None = None, chunk_tokens: int = 0, draft_layers: int = 0) -> None:  # fmt: skip
         self.block_tokens = block_tokens
-        self.cache_dtype = cache_dtype
+        self.cache_dtype = cache_dtype_name(cache_dtype) if cache_dtype else None
+        self.rules = rules or CacheModel()
+        self.chunk_tokens = chunk_tokens
+        self.draft_layers = draft_layers
         self.kinds = model.layer_kinds
+        self.sparse = any(spec.kind == "indexer" for kind in self.kinds for spec in kind.cache)
         self.kind_of_layer = [0] * model.dimensions.num_layers
         for index, kind in enumerate(model.layer_kinds):
             for layer in kind.layers:
@@ -49,6 +61,7 @@ class Cache:
         self._slopes: dict[tuple[int, int, int], list[Fraction]] = {}
         self._constants: dict[tuple[int, int, int], list[int]] = {}
         self._sequences: dict[tuple[int, int, int, int], list[int]] = {}
+        self._pages: dict[tuple[int, int, int, int, int], Pages | None] = {}
 
     def grows(self) -> bool:
         """Whether any cache grows with the context for ever."""
@@ -62,15 +75,95 @@ class Cache:
         return self._parts[key]
 
     def _part(self, spec: CacheSpec, layout: Layout, tp_index: int) -> KindCache:
-        dtype = self.cache_dtype if self.cache_dtype and spec.elements_per_token else spec.dtype
-        bits = DTYPE_BITS[dtype]
+        dtype, bits, stored = self._entry(spec)
         heads = _local_heads(spec, layout.tp, tp_index)
         share = Fraction(heads, spec.heads) if spec.heads else Fraction(1)
         per_token = share * spec.elements_per_token * bits / spec.tokens_per_entry / layout.cp
         note = f"{heads} of {spec.heads} heads" if spec.heads else "replicated on each TP rank" if layout.tp > 1 else "whole"
         note += f", context over cp={layout.cp}" if layout.cp > 1 else ""
-        return KindCache(spec.kind, spec.name, dtype, per_token, share * spec.elements_per_sequence * bits,
+        note += stored
+        state = share * spec.elements_per_sequence * bits
+        if self.rules.states_by_tp and spec.kind in ("state", "convolution") and not spec.heads and layout.tp > 1:
+            state, note = state / layout.tp, f"1 of {layout.tp} parts"
+        return KindCache(spec.kind, spec.name, dtype, per_token, state,
                          spec.window_tokens, share, note)  # fmt: skip
+
+    def _entry(self, spec: CacheSpec) -> tuple[str, Fraction, str]:
+        """Dtype, bits an element with its scales, and a note where the engine stores it its own way."""
+        if not spec.elements_per_token:
+            return spec.dtype, cache_bits(spec.dtype), ""
+        rule = next((rule for rule in self.rules.rules if self._applies(rule, spec)), None)
+        if rule is None:
+            dtype = self.cache_dtype or spec.dtype
+            return dtype, cache_bits(dtype), ""
+        bits = cache_bits(rule.dtype) + (Fraction(rule.scale_bits, rule.scale_group) if rule.scale_group else 0)
+        return rule.dtype, bits, f" ({rule.source})"
+
+    def _applies(self, rule: CacheRule, spec: CacheSpec) -> bool:
+        return (rule.kind == spec.kind and rule.name in (None, spec.name) and rule.asked in (None, self.cache_dtype)
+                and rule.sparse in (None, self.sparse))  # fmt: skip
+
+    def pages(self, layout: Layout, first: int, stop: int, tp_index: int = 0) -> Pages | None:
+        """The common pages of layers `first` to `stop`; None where every tensor is paged by itself: by the engine's rule, or
+        because all layers grow alike and nothing is shared."""
+        if self.rules.pages != "unified":
+            return None
+        key = (layout.tp, layout.cp, first, stop, tp_index)
+        if key not in self._pages:
+            held = self.kind_of_layer[first:stop] + [self.draft_kind] * self.drafts_in(stop)
+            layers = [self._layer_pages(layout, index, tp_index) for index in held]
+            self._pages[key] = Pages.of([layer for layer in layers if layer is not None], self.block_tokens,
+                                        self.rules.page_step_tokens, layout.cp, self.chunk_tokens)  # fmt: skip
+        return self._pages[key]
+
+    def _layer_pages(self, layout: Layout, kind_index: int, tp_index: int) -> LayerPages | None:
+        parts = self.parts(layout, tp_index)[kind_index]
+        if not parts:
+            return None
+        windows = [part.window_tokens for part in parts if part.window_tokens is not None]
+        # Compressed caches beside a window have pools of their own: the page of such a layer is not one size.
+        mixed = any(part.kind == "compressed" for part in parts)
+        token_bits = sum((part.bits_per_token for part in parts), Fraction(0)) * layout.cp
+        return LayerPages(kind=self.kinds[kind_index].name, token_bits=token_bits,
+                          state_bytes=-(-sum((p.sequence_bits for p in parts), Fraction(0)) // 8),
+                          window_tokens=max(windows) if windows else None, mixed=mixed)  # fmt: skip
+
+    def stage_sequence(self, layout: Layout, first: int, stop: int, num_tokens: int, tp_index: int = 0) -> int:
+        """Bytes that one sequence of `num_tokens` takes in layers `first` to `stop`, in the engine's pages."""
+        pages = self.pages(layout, first, stop, tp_index)
+        if pages is not None:
+            return pages.sequence_bytes(num_tokens)
+        drafts = sum(self.part_bytes(part, num_tokens, layout.cp) for part in self.draft_parts(layout, stop, tp_index))
+        return sum(self.sequence_per_layer(layout, num_tokens, tp_index)[first:stop]) + drafts * self.drafts_in(stop)
+
+    def stage_slope(self, layout: Layout, first: int, stop: int, tp_index: int = 0) -> Fraction:
+        """Bytes per token beyond every window, of layers `first` to `stop`, in the engine's pages."""
+        pages = self.pages(layout, first, stop, tp_index)
+        if pages is not None:
+            return pages.slope()
+        drafts = sum((part.slope() for part in self.draft_parts(layout, stop, tp_index)), Fraction(0))
+        return self.slope(layout, first, stop, tp_index) + drafts * self.drafts_in(stop)
+
+    def stage_constant(self, layout: Layout, first: int, stop: int, tp_index: int = 0) -> int:
+        """What does not grow of a long sequence in layers `first` to `stop`, in the engine's pages."""
+        pages = self.pages(layout, first, stop, tp_index)
+        if pages is not None:
+            return pages.constant_bytes()
+        drafts = sum(self._constant(part, layout.cp) for part in self.draft_parts(layout, stop, tp_index))
+        return sum(self.constant_per_layer(layout, tp_index)[first:stop]) + drafts * self.drafts_in(stop)
+
+    def drafts_in(self, stop: int) -> int:
+        """Draft layers of the stage that ends before layer `stop`."""
+        return self.draft_layers if stop == len(self.kind_of_layer) else 0
+
+    @property
+    def draft_kind(self) -> int:
+        """The layer kind whose caches a draft layer keeps."""
+        sizes = [sum(spec.elements_per_token for spec in kind.cache if spec.window_tokens is None) for kind in self.kinds]
+        return sizes.index(max(sizes))
+
+    def draft_parts(self, layout: Layout, stop: int, tp_index: int = 0) -> list[KindCache]:
+        return self.parts(layout, tp_index)[self.draft_kind] if self.drafts_in(stop) else []
 
     def slope(self, layout: Layout, first: int, stop: int, tp_index: int = 0) -> Fraction:
         """Bytes per token beyond every window, of layers `first` to `stop`."""

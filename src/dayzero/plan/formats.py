@@ -1,15 +1,17 @@
-"""How many bits a weight takes: plain dtypes, block formats with their scales, and what a quantized release says of itself.
+"""What a weight or a cache entry takes: the release's own storage, or one that was asked for; padded as an engine needs it.
 
-Goes in: a parameter and a model's quantization summary. Comes out: a `WeightFormat`. Deliberately not done: packing or
-any other layout of a kernel (padding is the back end's).
+Goes in: a parameter, its group in the description, a dtype somebody asked for. Comes out: a `WeightFormat` that prices any
+part of it. Deliberately not done: reading settings (`model.stored` made the groups) or choosing a kernel (`plan.engines`).
 """
 
-import fnmatch
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import prod
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Parameter
+from dayzero.core.sharding import Box
+from dayzero.core.storage import Storage, experts_with_weights, matrices
 from dayzero.core.units import DTYPE_BITS, canonical_dtype
 
 AS_PUBLISHED = "as published"
@@ -20,55 +22,115 @@ FLOATS = frozenset({"float64", "float32", "float16", "bfloat16"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WeightFormat:
-    """Bits per element, and one scale of `scale_bits` per `block` (rows, columns of the last two dimensions).
+class Padding:
+    """Multiples that a kernel pads an expert's matrices to, after sharding: the rows (output) and columns (input) of those
+    that lead into the expert (`up`) and of the one that leads out of it (`down`)."""
 
-    A block dimension of 0 spans the whole dimension (a scale per row or per tensor). `block == ()`: no scales.
-    """
+    up_rows: int = 1
+    up_columns: int = 1
+    down_rows: int = 1
+    down_columns: int = 1
+
+    def apply(self, rows: int, columns: int, *, down: bool) -> tuple[int, int]:
+        row_step, column_step = (self.down_rows, self.down_columns) if down else (self.up_rows, self.up_columns)
+        return -(-rows // row_step) * row_step, -(-columns // column_step) * column_step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightFormat:
+    """How matrices are held: `storage` None is a dense tensor of `bits` an element."""
 
     name: str
     bits: int
-    block: tuple[int, ...] = ()
-    scale_bits: int = 0
+    storage: Storage | None = None
+    padding: Padding | None = None
 
-    def bytes_of(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a stored part of that shape, scales included; each rounded up to whole bytes."""
-        elements = 1
-        for size in shape:
-            elements *= size
-        total = -(-elements * self.bits // 8)
-        if self.block and elements and len(shape) >= 2:
-            rows, columns = (-(-size // (step or size)) for size, step in zip(shape[-2:], self.block, strict=True))
-            total += -(-(elements // (shape[-2] * shape[-1])) * rows * columns * self.scale_bits // 8)
+    @property
+    def block(self) -> tuple[int, ...]:
+        """Rows and columns that share a scale; 0 spans a dimension; () where there are no scales."""
+        return self.storage.block if self.storage is not None else ()
+
+    def bytes_of(self, parameter: Parameter, boxes: tuple[Box, ...], *, hidden: int | None = None, experts: int = 0) -> int:
+        """Bytes of one rank's part, scales and padding included. `hidden`, `experts`: as `core.storage.matrices` takes them."""
+        if self.storage is None:
+            return sum(-(-prod(stop - start for start, stop in box) * self.bits // 8) for box in boxes)
+        total = 0
+        for box in boxes:
+            for count, (rows, columns) in matrices(parameter, hidden, box, experts=experts):
+                if self.padding is not None:
+                    rows, columns = self.padding.apply(rows, columns, down=leads_out(parameter))
+                total += count * self.storage.bytes_of(rows, columns)
         return total
+
+
+def leads_out(parameter: Parameter) -> bool:
+    """Whether an expert's matrix is the one that leads back to the model's width: the one that TP cuts by columns."""
+    rule = parameter.shard
+    names = " ".join((parameter.name, *parameter.sources))
+    return any(part in names for part in ("down", "w2", "fc2")) or (
+        rule.tensor_dim is not None and rule.tensor_dim == len(parameter.shape) - 1 and len(rule.segments) <= 1
+    )
 
 
 # Formats that `--weights-dtype` takes beside plain dtypes. Blocks and scales as compressed-tensors' presets write them.
 BLOCK_FORMATS: dict[str, WeightFormat] = {
-    "fp8": WeightFormat(name="fp8", bits=8, block=(128, 128), scale_bits=32),
-    "int8": WeightFormat(name="int8", bits=8, block=(1, 0), scale_bits=16),
-    "int4": WeightFormat(name="int4", bits=4, block=(1, 128), scale_bits=16),
-    "mxfp4": WeightFormat(name="mxfp4", bits=4, block=(1, 32), scale_bits=8),
-    "nvfp4": WeightFormat(name="nvfp4", bits=4, block=(1, 16), scale_bits=8),
-}
+    name: WeightFormat(name=name, bits=bits, storage=Storage(scheme=name, bits=bits, block=block, scale_dtype=scale))
+    for name, bits, block, scale in (
+        ("fp8", 8, (128, 128), "float32"),
+        ("int8", 8, (1, 0), "bfloat16"),
+        ("int4", 4, (1, 128), "bfloat16"),
+        ("mxfp4", 4, (1, 32), "uint8"),
+        ("nvfp4", 4, (1, 16), "float8_e4m3fn"),
+    )
+}  # fmt: skip
+# Names that say two formats: of the experts (of everything, where there are none) and of the other linear layers.
+MIXED_FORMATS: dict[str, tuple[str, str]] = {"w4a8": ("int4", "int8"), "w8a8": ("int8", "int8")}
 PLAIN = ("bfloat16", "float16", "float32", "float64")
+
+# Bits an element of a cache takes, scales included: a scale a token and head is under 1% of FP8 and INT8 entries and is kept
+# per tensor by engines; blocks of 32 with an exponent, of 16 with an FP8 scale, of 32 with a 16-bit scale.
+CACHE_BITS: dict[str, Fraction] = {
+    "fp8": Fraction(8), "int8": Fraction(8), "int4": Fraction(9, 2), "mxfp4": Fraction(17, 4), "nvfp4": Fraction(9, 2),
+    "q8_0": Fraction(17, 2),
+}  # fmt: skip
 
 
 def weight_dtype_name(asked: str) -> str:
     """`bf16` -> `bfloat16`, `fp8` -> `fp8`. Raises DayZeroError on a name nobody knows."""
     short = asked.lower()
-    if short in BLOCK_FORMATS:
+    if short in BLOCK_FORMATS or short in MIXED_FORMATS:
         return short
-    try:
-        name = canonical_dtype(asked)
-    except KeyError:
-        name = ""
+    name = _canonical(asked)
     if name in PLAIN:
         return name
     if name.startswith("float8_e4m3"):
         return "fp8"
-    raise DayZeroError(f"no weights dtype is named {asked!r}", got=asked, want=", ".join([*PLAIN, *BLOCK_FORMATS]),
+    raise DayZeroError(f"no weights dtype is named {asked!r}", got=asked,
+                       want=", ".join([*PLAIN, *BLOCK_FORMATS, *MIXED_FORMATS]),
                        fix="give --weights-dtype one of these, or leave it out for the release's own")  # fmt: skip
+
+
+def cache_dtype_name(asked: str) -> str:
+    """`bf16` -> `bfloat16`, `fp8` -> `fp8`, `mxfp4` -> `mxfp4`. Raises DayZeroError on a name nobody knows."""
+    short = asked.lower()
+    if short in CACHE_BITS:
+        return short
+    if name := _canonical(asked):
+        return "fp8" if name.startswith("float8_e4m3") else name
+    raise DayZeroError(f"no cache dtype is named {asked!r}", got=asked, want=", ".join(["bf16", *CACHE_BITS]),
+                       fix="give --cache-dtype one of these, or leave it out")  # fmt: skip
+
+
+def cache_bits(dtype: str) -> Fraction:
+    """Bits of one element of a cache of that dtype, by any of its names."""
+    return CACHE_BITS[dtype] if dtype in CACHE_BITS else Fraction(DTYPE_BITS[dtype])
+
+
+def _canonical(asked: str) -> str:
+    try:
+        return canonical_dtype(asked)
+    except KeyError:
+        return ""
 
 
 def plain(dtype: str) -> WeightFormat:
@@ -76,94 +138,45 @@ def plain(dtype: str) -> WeightFormat:
 
 
 class Formats:
-    """The format of each parameter of one model under one `weights_dtype`."""
+    """The format of each parameter of one model under one `weights_dtype`. `padding`: of the experts, as an engine needs it."""
 
-    def __init__(self, model: ModelDescription, weights_dtype: str) -> None:
+    def __init__(self, model: ModelDescription, weights_dtype: str, padding: Padding | None = None) -> None:
         self.weights_dtype = weights_dtype
         self.model_dtype = model.dtype
-        self.quantization = model.quantization
-        self.published = published_format(model.quantization)
-        self.experts = _expert_format(model.quantization) or self.published
-        self.ignored = tuple(item for key in ("ignore", "modules_to_not_convert", "exclude_modules")
-                             for item in model.quantization.get(key, "").split(",") if item)  # fmt: skip
+        self.padding = padding
+        self.groups = {group.name: group for group in model.quantization_groups}
         self.has_experts = any(parameter.role == "expert" for parameter in model.parameters)
-        self.assumed = False  # whether a format was guessed from the configuration, without a header that says it
+        self.hidden = model.dimensions.hidden_size
+        self.experts = experts_with_weights(model.parameters)
+        # Whether formats come from settings alone, without a header that says what is stored.
+        self.assumed = weights_dtype == AS_PUBLISHED and not model.has_weights and bool(model.quantization)
+        self.unknown = tuple(group.scheme for group in model.quantization_groups if group.scheme.startswith("unknown"))
 
     def of(self, parameter: Parameter) -> WeightFormat:
+        found = self._of(parameter)
+        if self.padding is not None and found.storage is not None and parameter.role == "expert":
+            return replace(found, padding=self.padding)
+        return found
+
+    def _of(self, parameter: Parameter) -> WeightFormat:
         if self.weights_dtype == AS_PUBLISHED:
             return self._as_published(parameter)
-        if self.weights_dtype in BLOCK_FORMATS:
+        if self.weights_dtype in BLOCK_FORMATS or self.weights_dtype in MIXED_FORMATS:
             quantized = parameter.role in LINEAR_ROLES and len(parameter.shape) >= 2 and parameter.dtype in FLOATS
-            return BLOCK_FORMATS[self.weights_dtype] if quantized else plain(parameter.dtype)
+            return BLOCK_FORMATS[self._asked(parameter)] if quantized else plain(parameter.dtype)
         # A plain dtype replaces the model's own; a parameter kept in another one on purpose (float32 gates) keeps it.
         return plain(self.weights_dtype if parameter.dtype == self.model_dtype else parameter.dtype)
 
+    def _asked(self, parameter: Parameter) -> str:
+        if self.weights_dtype not in MIXED_FORMATS:
+            return self.weights_dtype
+        experts, others = MIXED_FORMATS[self.weights_dtype]
+        return experts if parameter.role == "expert" or not self.has_experts else others
+
     def _as_published(self, parameter: Parameter) -> WeightFormat:
-        stored = parameter.stored_dtype
-        if stored is None:
-            if not self._assumed_quantized(parameter):
-                return plain(parameter.dtype)
-            self.assumed = True
-            return self.experts if parameter.role == "expert" else self.published
-        if stored in FLOATS or parameter.dtype not in FLOATS:
-            # Floats are loaded at the dtype the engine computes in.
+        """By the group that the description says the release stores it in; floats at the dtype the engine computes in."""
+        group = self.groups.get(parameter.group)
+        storage = group.storage if group is not None else None
+        if storage is None or len(parameter.shape) < 2 or parameter.dtype not in FLOATS:
             return plain(parameter.dtype)
-        if stored in ("float8_e4m3fn", "float8_e5m2") or (stored == "int8" and self.published.bits == 8):
-            same = self.published.bits == 8
-            return self.published if same else BLOCK_FORMATS["fp8"]
-        return self.published  # packed into int32, uint8, int8 or float4: the summary says how
-
-    def _assumed_quantized(self, parameter: Parameter) -> bool:
-        """Without headers: linear layers, less what the configuration excludes. Of a 4-bit mixture of experts only the
-        experts, as releases do it: the others' bits are unknown, and the larger guess cannot propose what does not fit."""
-        if parameter.role not in LINEAR_ROLES or len(parameter.shape) < 2 or parameter.dtype not in FLOATS:
-            return False
-        if self.published.bits < 8 and self.has_experts and parameter.role != "expert":
-            return False
-        return not any(_matches(pattern, parameter.name) for pattern in self.ignored)
-
-
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), name) is not None
-    return fnmatch.fnmatchcase(name, f"*{pattern}*")
-
-
-def published_format(quantization: dict[str, str]) -> WeightFormat:
-    """The linear layers' format from a release's own summary (`method`, `format`, `weight_block_size`, groups).
-
-    What it leaves unsaid is taken from the preset of the same bits.
-    """
-    text = " ".join([*quantization.values()]).lower()
-    if "mxfp4" in text:
-        preset = BLOCK_FORMATS["mxfp4"]
-    elif "nvfp4" in text:
-        preset = BLOCK_FORMATS["nvfp4"]
-    elif re.search(r"\b(int4|float4)\b", text) or quantization.get("bits") == "4":
-        preset = BLOCK_FORMATS["nvfp4" if "float4" in text else "int4"]
-    elif re.search(r"\bint8\b", text) or quantization.get("bits") == "8":
-        preset = BLOCK_FORMATS["int8"]
-    else:
-        preset = BLOCK_FORMATS["fp8"]
-    block = preset.block
-    if size := quantization.get("weight_block_size"):
-        numbers = [int(number) for number in re.findall(r"\d+", size)]
-        block = tuple(numbers) if len(numbers) == 2 else block
-    elif group := _group_size(quantization):
-        block = (1, group)
-    return WeightFormat(name=preset.name, bits=preset.bits, block=block, scale_bits=preset.scale_bits)
-
-
-def _expert_format(quantization: dict[str, str]) -> WeightFormat | None:
-    """The experts' own format, where a release states one apart."""
-    stated = quantization.get("expert_dtype", "").lower()
-    return BLOCK_FORMATS["mxfp4"] if stated in ("fp4", "mxfp4") else BLOCK_FORMATS.get(stated)
-
-
-def _group_size(quantization: dict[str, str]) -> int | None:
-    if quantization.get("group_size", "").isdigit():
-        return int(quantization["group_size"])
-    for key, value in quantization.items():
-        if key.endswith(".weights") and (found := re.search(r"(\d+)$", value)) and " " in value:
-            return int(found.group(1))
-    return None
+        return WeightFormat(name=storage.scheme, bits=storage.bits, storage=storage)

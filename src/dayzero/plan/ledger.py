@@ -8,13 +8,16 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 
-from dayzero.core.model import ModelDescription, Role
+from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Coordinates, Layout, LedgerLine, MemoryLedger
 from dayzero.core.target import Target
 from dayzero.plan.cache import Cache
+from dayzero.plan.engines import OWN, Engine, load_engine, weight_rules
 from dayzero.plan.options import Request, memory_bytes
-from dayzero.plan.overheads import activation_lines, communication_lines, expert_width, fixed_lines, reserves_for
+from dayzero.plan.overheads import activation_lines, communication_lines, expert_width, fixed_lines, outside_fraction
+from dayzero.plan.pages import Pages
 from dayzero.plan.stages import check_stages, cut_stages, first_cut
+from dayzero.plan.unlisted import with_drafts
 from dayzero.plan.weights import RoleCost, Weights
 
 
@@ -55,15 +58,28 @@ class Evaluation:
 
 
 class Evaluator:
-    """Prices layouts of one model on one target for one request."""
+    """Prices layouts of one model on one target for one request, in the memory model of one engine (our own by default)."""
 
-    def __init__(self, model: ModelDescription, target: Target, request: Request) -> None:
+    def __init__(self, model: ModelDescription, target: Target, request: Request, *, engine: Engine | str = OWN) -> None:
         self.model, self.target, self.request = model, target, request
-        self.weights = Weights(model, request.weights_dtype, mtp=request.mtp)
-        self.cache = Cache(model, request.cache_dtype, request.block_tokens)
-        self.reserves = reserves_for(target)
+        self.engine = load_engine(engine) if isinstance(engine, str) else engine
+        rules = weight_rules(self.engine, model, target, request.weights_dtype)
+        priced = with_drafts(model, own_ends=self.engine.weights.draft_ends) if request.mtp else model
+        self.weights = Weights(priced, request.weights_dtype, mtp=request.mtp, rules=rules)
+        self.cache = Cache(model, request.cache_dtype, request.block_tokens, rules=self.engine.cache,
+                           chunk_tokens=request.chunk_tokens,
+            draft_layers=max(1, model.dimensions.num_mtp_layers) if request.mtp and model.mtp_parameters else 0,
+        )  # fmt: skip
+        self.reserves = self.engine.reserves(target)
         self.memory_bytes = memory_bytes(target)
         self.expert_inner = expert_width(model)
+
+    @cached_property
+    def layer_likeness(self) -> list[int]:
+        """A number per layer; layers with the same one hold the same weights and caches."""
+        numbers: dict[tuple[int, int], int] = {}
+        pairs = zip(self.weights.layer_class, self.cache.kind_of_layer, strict=True)
+        return [numbers.setdefault(pair, len(numbers)) for pair in pairs]
 
     @cached_property
     def stored_bytes(self) -> int:
@@ -74,8 +90,10 @@ class Evaluator:
 
     def budget_bytes(self, layout: Layout) -> int:
         """What a rank may use: the fraction of its card. Ranks of one host share its memory."""
-        sharing = layout.num_devices if self.target.node.topology == "shared memory" else 1
-        return int(self.memory_bytes * self.request.memory_fraction) // sharing
+        return int(self.memory_bytes * self.request.memory_fraction) // self._sharing(layout)
+
+    def _sharing(self, layout: Layout) -> int:
+        return layout.num_devices if self.target.node.topology == "shared memory" else 1
 
     def demand_per_layer(self, layout: Layout, tp_index: int = 0) -> list[int]:
         """Cache bytes each layer must hold: one full context, every other sequence at the average length."""
@@ -107,42 +125,53 @@ class Evaluator:
         """
         layout = self.with_stages(layout, even=even)
         budget, place = self.budget_bytes(layout), layout.coordinates(0)
-        layers, demand = self.weights.layer_bytes(layout, place), self.demand_per_layer(layout)
-        communication = sum(line.num_bytes for line in self._communication(layout))
-        inner = [line.num_bytes for line in self._activations(layout, layout.pp)]  # any stage but the last
-        last = [line.num_bytes for line in self._activations(layout, layout.pp - 1)]
-        full = self.cache.sequence_per_layer(layout, self.request.context_tokens)
-        loads = []
+        layers = self.weights.layer_bytes(layout, place)
+        request, others = self.request, self.request.sequences(layout.dp) - 1
+        # Only the last stage differs in its activations, and stages of alike layers are alike.
+        shared = [self._activations(layout, layout.pp), self._activations(layout, layout.pp - 1)]
+        communication = self._communication(layout)
+        loads: list[StageLoad] = []
+        known: dict[object, StageLoad] = {}
         for stage, (first, stop) in enumerate(layout.stages):
-            activations = sum(last if stage == layout.pp - 1 else inner)
-            others = fixed_lines(self.weights, layout, stage, self.reserves, budget, activations)
-            fixed = activations + communication + sum(line.num_bytes for line in others)
-            weights = sum(layers[first:stop]) + self.weights.loose_bytes(layout, place, stage)
-            pool = self._admissible(layout, stage, place, budget - weights - fixed)
-            loads.append(StageLoad(stage, weights, fixed, sum(demand[first:stop]), sum(full[first:stop]), pool))
+            last = stage == layout.pp - 1
+            which = stage if self.weights.shared_layers else None
+            alike = (tuple(sorted(self.layer_likeness[first:stop])), stage == 0, last, which)
+            if alike not in known:
+                fixed = sum(line.num_bytes for line in self._charged(layout, stage, budget, shared[last], communication))
+                weights = sum(layers[first:stop]) + self.weights.loose_bytes(layout, place, stage)
+                full = self.cache.stage_sequence(layout, first, stop, request.context_tokens)
+                average = self.cache.stage_sequence(layout, first, stop, request.average_tokens) if others else 0
+                pool = self._admissible(layout, stage, place, budget - weights - fixed)
+                known[alike] = StageLoad(stage, weights, fixed, full + others * average, full, pool)
+            loads.append(replace(known[alike], stage=stage))
         short = max(load.weights_bytes + load.fixed_bytes + load.cache_bytes for load in loads) - budget
         pools = [load.admissible_tokens for load in loads if load.admissible_tokens is not None]
         free = self.request.sequences(layout.dp) * self.request.context_tokens  # nothing grows: nothing limits
         return Evaluation(layout, budget, tuple(loads), short, min(pools, default=free if short <= 0 else 0))
 
     def _activations(self, layout: Layout, stage: int) -> list[LedgerLine]:
-        return activation_lines(self.model, self.expert_inner, self.request, layout, stage)
+        return activation_lines(self.model, self.expert_inner, self.request, layout, stage, self.engine.activations)
 
     def _communication(self, layout: Layout) -> list[LedgerLine]:
-        return communication_lines(self.model, self.request, layout, self.reserves)
+        return communication_lines(self.model, self.request, layout, self.reserves, self.engine.activations)
+
+    def _charged(
+        self, layout: Layout, stage: int, budget: int, activations: list[LedgerLine], communication: list[LedgerLine]
+    ) -> list[LedgerLine]:
+        """Everything but weights and caches, as charged to the budget."""
+        peak = sum(line.num_bytes for line in activations)
+        lines = [*activations, *communication, *fixed_lines(self.weights, layout, stage, self.reserves, budget, peak)]
+        return outside_fraction(lines, self.engine, budget, self.memory_bytes // self._sharing(layout))
 
     def _fixed(self, layout: Layout, stage: int, budget: int) -> list[LedgerLine]:
-        lines = self._activations(layout, stage)
-        activations = sum(line.num_bytes for line in lines)
-        lines += self._communication(layout)
-        return lines + fixed_lines(self.weights, layout, stage, self.reserves, budget, activations)
+        return self._charged(layout, stage, budget, self._activations(layout, stage), self._communication(layout))
 
     def _admissible(self, layout: Layout, stage: int, place: Coordinates, free: int) -> int | None:
         """Tokens that `free` bytes hold, in whole blocks. Where sequences also cost a constant (windows, states), tokens
         held by sequences of the planned context: concurrency at that length times the length."""
         first, stop = layout.stages[stage]
-        slope = self.cache.slope(layout, first, stop, place.tp)
-        constant = sum(self.cache.constant_per_layer(layout, place.tp)[first:stop])
+        constant = self.cache.stage_constant(layout, first, stop, place.tp)
+        slope = Fraction(0) if constant else self.cache.stage_slope(layout, first, stop, place.tp)
         block = self.request.block_tokens
         if not slope and not constant:
             return None
@@ -150,7 +179,9 @@ class Evaluator:
             return 0
         if not constant:
             return int(free / (slope * block * layout.cp)) * block * layout.cp
-        full = sum(self.cache.sequence_per_layer(layout, self.request.context_tokens, place.tp)[first:stop])
+        full = self.cache.stage_sequence(layout, first, stop, self.request.context_tokens, place.tp)
+        if (pages := self.cache.pages(layout, first, stop, place.tp)) is not None:
+            free = free // pages.block_bytes * pages.block_bytes
         return free * self.request.context_tokens // full // block * block
 
     def ledgers(self, evaluation: Evaluation) -> tuple[MemoryLedger, ...]:
@@ -170,8 +201,8 @@ class Evaluator:
                 held = sum(line.num_bytes for line in lines if line.category != "cache")
                 pool = self._admissible(layout, stage, place, budget - held)
                 known[key] = (
-                    lines, float(self.cache.slope(layout, first, stop, place.tp)),
-                    sum(self.cache.constant_per_layer(layout, place.tp)[first:stop]),
+                    lines, float(self.cache.stage_slope(layout, first, stop, place.tp)),
+                    self.cache.stage_constant(layout, first, stop, place.tp),
                     evaluation.admissible_tokens if pool is None else pool,
                 )  # fmt: skip
             lines, slope, constant, pool = known[key]
@@ -182,12 +213,14 @@ class Evaluator:
     def _cache_key(self, layout: Layout, place: Coordinates) -> tuple[Fraction, ...]:
         return tuple(part.local_share for parts in self.cache.parts(layout, place.tp) for part in parts)
 
-    def _weight_lines(self, roles: dict[Role, RoleCost], layout: Layout) -> list[LedgerLine]:
+    def _weight_lines(self, roles: dict[str, RoleCost], layout: Layout) -> list[LedgerLine]:
+        padded = " and padded as the engine's kernels need" if self.weights.rules.padding is not None else ""
         cut = f"tp {layout.tp}, ep {layout.ep} x {layout.expert_tp}" if layout.num_devices > 1 else "one rank"
         return [
             LedgerLine(category="weights", name=role, num_bytes=cost.num_bytes,
                        formula=f"{cost.num_tensors} tensors, {cost.elements} of {cost.whole_elements} elements ({cut}) "
-                               f"in {' and '.join(cost.formats)} = {8 * cost.num_bytes / max(1, cost.elements):.4g} bit each")
+                               f"in {' and '.join(cost.formats)} = {8 * cost.num_bytes / max(1, cost.elements):.4g} bit each"
+                               + padded * (role == "expert"))
             for role, cost in sorted(roles.items())
         ]  # fmt: skip
 
@@ -195,8 +228,11 @@ class Evaluator:
         first, stop = layout.stages[stage]
         request, lines = self.request, []
         others = request.sequences(layout.dp) - 1
+        if (pages := self.cache.pages(layout, first, stop, place.tp)) is not None:
+            return page_lines(pages, request, others)
         for index, (kind, parts) in enumerate(zip(self.cache.kinds, self.cache.parts(layout, place.tp), strict=True)):
             count = self.cache.kind_of_layer[first:stop].count(index)
+            count += self.cache.drafts_in(stop) if index == self.cache.draft_kind else 0
             for part in parts if count else ():
                 full = self.cache.part_bytes(part, request.context_tokens, layout.cp)
                 average = self.cache.part_bytes(part, request.average_tokens, layout.cp)
@@ -206,3 +242,19 @@ class Evaluator:
                             f"{request.average_tokens} tokens), {part.dtype}, {part.note}",
                 ))  # fmt: skip
         return lines
+
+
+def page_lines(pages: Pages, request: Request, others: int) -> list[LedgerLine]:
+    """Cache lines of a stage whose layers share one page size."""
+    lines = []
+    for kind in pages.types:
+        full, average = (pages.blocks(kind, tokens) for tokens in (request.context_tokens, request.average_tokens))
+        held = f"of {kind.block_tokens} tokens" if kind.block_tokens else "a state"
+        lines.append(LedgerLine(
+            category="cache", name=" + ".join(kind.kinds),
+            num_bytes=pages.block_bytes * kind.groups * (full + others * average),
+            formula=f"{kind.layers} layers in {kind.groups} groups x {pages.group_layers} pages of {pages.page_bytes} B "
+                    f"({held}) x (1 x {full} blocks at {request.context_tokens} tokens + {others} x {average} at "
+                    f"{request.average_tokens})",
+        ))  # fmt: skip
+    return lines

@@ -3,24 +3,32 @@
 Deliberately not done: anything that needs the model's layers (that is `search` and `ledger`).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
 from dayzero.core.records import STRICT
 from dayzero.core.target import Target, Workload
-from dayzero.core.units import DTYPE_BITS, canonical_dtype
-from dayzero.plan.formats import AS_PUBLISHED, weight_dtype_name
+from dayzero.plan.engines import OWN, load_engine
+from dayzero.plan.formats import AS_PUBLISHED, cache_dtype_name, weight_dtype_name
 
-AXES = ("tp", "pp", "dp", "cp", "ep")
+AXES = ("tp", "pp", "dp", "cp", "ep", "dcp")
+# Roles that a pool may split over another number of cards than its attention.
+SPLIT_ROLES = ("embedding", "head", "mlp", "shared_expert")
 
-# The share of a card that engines take when nobody says otherwise: what is left serves the driver and other processes.
-DEFAULT_MEMORY_FRACTION = 0.9
+Objective = Literal["throughput", "latency", "cost", "fewest_cards"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """None means: choose it (degrees, devices), take it from the workload (context, concurrency) or from the release."""
+    """None means: choose it (degrees, devices), take it from the workload (context, concurrency) or from the release.
+
+    `cp`: context ranks that are cards of their own; `dcp`: those inside the TP group. `weights_dtype`, `cache_dtype`: one
+    name, or several with commas between them, of which the objective chooses. `pools`: one mixed pool, a prefill and a
+    decode pool, or whichever is better; `prefill`, `decode`: a given layout of such a pool (`TP8xDP2`). `role_tp`: over how
+    many cards of a stage a role is split; `split_roles` searches them. `engine`: whose memory model the ledger follows.
+    """
 
     __pydantic_config__ = STRICT
     devices: int | None = None
@@ -29,13 +37,22 @@ class PlanOptions:
     ep: int | None = None
     dp: int | None = None
     cp: int | None = None
+    dcp: int | None = None
+    sp: bool | None = None
     context: int | None = None
     concurrency: int | None = None
-    memory_fraction: float = DEFAULT_MEMORY_FRACTION
+    memory_fraction: float | None = None  # None: the engine's
     weights_dtype: str | None = None
     cache_dtype: str | None = None
     block_tokens: int = 16
     mtp: bool = False  # count the multi-token-prediction layers
+    objective: Objective | None = None  # None: the workload's
+    pools: Literal["mixed", "split", "auto"] = "mixed"
+    prefill: str | None = None
+    decode: str | None = None
+    role_tp: dict[str, int] = field(default_factory=dict)
+    split_roles: bool = False
+    engine: str = OWN
 
     def __post_init__(self) -> None:
         for name in ("devices", *AXES, "context", "concurrency", "block_tokens"):
@@ -43,7 +60,11 @@ class PlanOptions:
             if value is not None and value < 1:
                 raise DayZeroError(f"plan: {name} must be at least 1", got=value, want=">= 1",
                                    fix=f"give --{name.replace('_', '-')} a positive number")  # fmt: skip
-        if not 0.0 < self.memory_fraction <= 1.0:
+        for role in self.role_tp:
+            if role not in SPLIT_ROLES:
+                raise DayZeroError(f"no role is split by itself as {role!r}", got=role, want=", ".join(SPLIT_ROLES),
+                                   fix="correct the role")  # fmt: skip
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
             raise DayZeroError("plan: memory_fraction is a share of a card's memory", got=self.memory_fraction,
                                want="0 < fraction <= 1", fix="give --memory-fraction a value such as 0.9")  # fmt: skip
 
@@ -63,11 +84,22 @@ class Request:
     block_tokens: int
     mtp: bool
     fixed: tuple[tuple[str, int], ...]
-    notes: tuple[str, ...]
+    sp: bool | None = None
+    role_tp: tuple[tuple[str, int], ...] = ()
+    split_roles: bool = False
+    notes: tuple[str, ...] = ()
 
     def sequences(self, dp: int) -> int:
         """Sequences one replica of `dp` holds at once (the fullest)."""
         return -(-self.concurrency // dp)
+
+
+def choices(options: PlanOptions) -> list[PlanOptions]:
+    """One set of options for each combination of the weights and cache dtypes that were offered."""
+    weights = options.weights_dtype.split(",") if options.weights_dtype else [None]
+    caches = options.cache_dtype.split(",") if options.cache_dtype else [None]
+    return [replace(options, weights_dtype=weight and weight.strip(), cache_dtype=cache and cache.strip())
+            for weight in weights for cache in caches]  # fmt: skip
 
 
 def resolve(model: ModelDescription, workload: Workload, options: PlanOptions) -> Request:
@@ -85,9 +117,12 @@ def resolve(model: ModelDescription, workload: Workload, options: PlanOptions) -
         context_tokens=context, concurrency=options.concurrency or workload.concurrency,
         average_tokens=min(context, workload.input_tokens + workload.output_tokens),
         chunk_tokens=min(context, workload.prefill_chunk_tokens), compute_dtype=model.dtype,
-        weights_dtype=_weights_dtype(model, options.weights_dtype), cache_dtype=_cache_dtype(options.cache_dtype),
-        memory_fraction=options.memory_fraction, block_tokens=options.block_tokens, mtp=options.mtp,
-        fixed=tuple((axis, value) for axis in AXES if (value := getattr(options, axis)) is not None), notes=tuple(notes),
+        weights_dtype=_weights_dtype(model, options.weights_dtype),
+        cache_dtype=cache_dtype_name(options.cache_dtype) if options.cache_dtype else None,
+        memory_fraction=options.memory_fraction or load_engine(options.engine).memory.fraction,
+        block_tokens=options.block_tokens, mtp=options.mtp,
+        fixed=tuple((axis, value) for axis in AXES if (value := getattr(options, axis)) is not None), sp=options.sp,
+        role_tp=tuple(sorted(options.role_tp.items())), split_roles=options.split_roles, notes=tuple(notes),
     )  # fmt: skip
 
 
@@ -95,16 +130,6 @@ def _weights_dtype(model: ModelDescription, asked: str | None) -> str:
     if asked is None or asked == AS_PUBLISHED:
         return AS_PUBLISHED if model.quantization else model.dtype
     return weight_dtype_name(asked)
-
-
-def _cache_dtype(asked: str | None) -> str | None:
-    if asked is None:
-        return None
-    try:
-        return canonical_dtype(asked)
-    except KeyError:
-        raise DayZeroError(f"no cache dtype is named {asked!r}", got=asked, want=", ".join(sorted(DTYPE_BITS)),
-                           fix="give --cache-dtype one of these, or leave it out") from None  # fmt: skip
 
 
 def memory_bytes(target: Target) -> int:

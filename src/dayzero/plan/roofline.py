@@ -1,35 +1,60 @@
-"""How long a prefill and a decode step take: a roofline per device plus alpha-beta per collective, as a range.
+"""How long a prefill and a decode step take: a roofline per operator plus alpha-beta per collective, as a range.
 
-Sources: 2 FLOPs a parameter and token, 4 x heads x width x context for attention; a ring all-reduce moves
-2 (n-1)/n of the bytes. Deliberately not done: overlap, kernels, scheduling. The range is what they may cost or save.
+Each operator takes the longer of computing and reading; collectives overlap with them partly; starting operators takes time
+of its own. The range spans what good and poor kernels reach of the published rates. It is narrower where the target was
+measured and wider where a figure is unverified; `TimeEstimate.note` says which. Deliberately not done: scheduling.
 """
 
-from dataclasses import dataclass
-from math import ceil, log2
+from dataclasses import dataclass, replace
+from functools import cached_property
 
-from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Layout, TimeEstimate
 from dayzero.core.target import Target
 from dayzero.core.units import DTYPE_BITS
-from dayzero.plan.ledger import Evaluation, Evaluator
-from dayzero.plan.overheads import head_width
+from dayzero.plan.ledger import Evaluator
+from dayzero.plan.links import Links
+from dayzero.plan.traffic import Traffic
+from dayzero.plan.trust import doubtful
+from dayzero.plan.work import Batch, KindWork, Operator, Work
 
-# Shares of the published rate that good and poor kernels reach; the range of an estimate is spanned by them.
-COMPUTE_SHARES, MEMORY_SHARES, LINK_SHARES = (0.85, 0.35), (0.92, 0.5), (0.9, 0.4)
-# Start-up of one collective. Within a node and across; from what NCCL-like libraries take for empty messages.
-ALPHA_NODE_S, ALPHA_NETWORK_S = 10e-6, 30e-6
 # Only to order layouts where a card publishes nothing; never shown as a time.
-NOMINAL_FLOPS_PER_S, NOMINAL_BYTES_PER_S, NOMINAL_LINK_BYTES_PER_S = 3e14, 1.5e12, 2.5e10
-# A 16-bit rate stands for another where a card states only one of them.
-SAME_RATE = {"bfloat16": ("bfloat16", "float16"), "float16": ("float16", "bfloat16"), "float32": ("float32",)}
+NOMINAL_FLOPS_PER_S, NOMINAL_BYTES_PER_S = 3e14, 1.5e12
+# A rate stands for another where a card states only one of them. 4-bit products run at 8-bit rates without 4-bit units.
+SAME_RATE = {
+    "bfloat16": ("bfloat16", "float16"), "float16": ("float16", "bfloat16"), "float32": ("float32",),
+    "float8_e4m3fn": ("float8_e4m3fn",), "int8": ("int8",),
+    "float4_e2m1": ("float4_e2m1", "float8_e4m3fn"),
+}  # fmt: skip
+
+# What a release says of its activations -> the rate its products run at.
+ACTIVATION_RATES = (("fp8", "float8_e4m3fn"), ("int8", "int8"), ("fp4", "float4_e2m1"), ("w8a8", "int8"))
+# Without it: formats whose presets quantize activations too. Others widen weights first.
+PRESET_RATES = {"fp8": "float8_e4m3fn", "int8": "int8", "nvfp4": "float4_e2m1"}
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """What is reached of the stated rates: at best, and at worst."""
+
+    compute: tuple[float, float]
+    memory: tuple[float, float]
+    link: tuple[float, float]
+    launch_s: tuple[float, float]
+    hidden: tuple[float, float]  # of the transfers, as far as there is work to hide them behind
+    note: str
+
+
+# Kernels reach 35-85% of a published matrix rate and 50-92% of a published bandwidth; links 40-90%. A measured figure is a
+# kernel's own result already. An operator starts in 1.5 us from a recorded graph and in 6 us from Python.
+PUBLISHED = Shares((0.85, 0.35), (0.92, 0.5), (0.9, 0.4), (1.5e-6, 6e-6), (0.7, 0.0), "published rates")
+MEASURED = replace(PUBLISHED, compute=(1.0, 0.7), memory=(1.0, 0.75), note="measured rates")
+DOUBT = 0.6  # further share that an unverified figure may fall short by, and 1 / 0.8 that it may exceed
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
     flops_per_s: float
     bytes_per_s: float
-    link_bytes_per_s: float
-    network_bytes_per_s: float
     published: bool  # compute and memory rates both
 
 
@@ -37,112 +62,168 @@ def rates_of(target: Target, dtype: str) -> Rates:
     stated = target.card.flops_per_s
     flops = next((stated[name] for name in SAME_RATE.get(dtype, (dtype,)) if name in stated), None)
     bandwidth = target.card.memory_bytes_per_s
-    # Ranks of one host speak through its memory.
-    shared = bandwidth if target.node.topology == "shared memory" else None
-    link = target.node.link_bytes_per_s or shared or NOMINAL_LINK_BYTES_PER_S
-    return Rates(flops or NOMINAL_FLOPS_PER_S, bandwidth or NOMINAL_BYTES_PER_S, link,
-                 target.network_bytes_per_s or min(link, NOMINAL_LINK_BYTES_PER_S),
-                 flops is not None and bandwidth is not None)  # fmt: skip
+    published = flops is not None and bandwidth is not None
+    return Rates(flops or NOMINAL_FLOPS_PER_S, bandwidth or NOMINAL_BYTES_PER_S, published)
+
+
+def shares_of(target: Target, dtype: str) -> Shares:
+    """The range by what the figures are worth."""
+    shares = MEASURED if target.confidence == "measured" else PUBLISHED
+    fields = {"compute": f"card.flops_per_s.{dtype}", "memory": "card.memory_bytes_per_s", "link": "node.link_bytes_per_s"}
+    wide = [name for name, field in fields.items() if doubtful(target, field)]
+    compute, memory, link = (
+        (span[0] / 0.8, span[1] * DOUBT) if name in wide else span
+        for name, span in (("compute", shares.compute), ("memory", shares.memory), ("link", shares.link))
+    )
+    shares = replace(shares, compute=compute, memory=memory, link=link)
+    spans = ", ".join(f"{name} {getattr(shares, name)[1]:.0%}-{getattr(shares, name)[0]:.0%}" for name in fields)
+    told = f"{shares.note}: {spans} of them reached, {shares.hidden[1]:.0%}-{shares.hidden[0]:.0%} of transfers hidden"
+    return replace(shares, note=told + (f"; unverified: {', '.join(fields[name] for name in wide)}" if wide else ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Seconds of one step through all stages, by part; `low_s`, `high_s` before collectives."""
+
+    compute_s: float
+    memory_s: float
+    low_s: float
+    high_s: float
+    launches: float
 
 
 class Roofline:
     """Times of layouts of one model on one target."""
 
     def __init__(self, evaluator: Evaluator) -> None:
-        self.evaluator = evaluator
-        self.model: ModelDescription = evaluator.model
-        self.rates = rates_of(evaluator.target, evaluator.request.compute_dtype)
-        dims = self.model.dimensions
-        self.size = DTYPE_BITS[evaluator.request.compute_dtype] // 8
-        embedding = dims.vocab_size * dims.hidden_size
-        head_is_stored = any(p.role == "head" and p.tied_to is None for p in self.model.parameters)
-        # The embedding is looked up, not multiplied; a head of its own is counted per row of logits.
-        self.body_parameters = max(1, self.model.active_parameters - embedding * (1 + head_is_stored))
-        self.head_parameters = embedding
-        experts = sum(p.num_elements for p in self.model.parameters if p.role == "expert")
-        # Share of all weights that every token reads.
-        self.dense_share = min(1.0, max(0.0, 1.0 - experts / max(1, self.model.total_parameters)))
-        node = evaluator.target.node
-        self.fast_group = node.scaleup_domain or node.num_cards or 8
+        self.evaluator, self.model = evaluator, evaluator.model
+        self.dtype = evaluator.request.compute_dtype
+        self.rates = rates_of(evaluator.target, self.dtype)
+        self.shares = shares_of(evaluator.target, self.dtype)
+        self.work = Work(evaluator)
+        self.links = Links(evaluator.target)
+        self.traffic = Traffic(self.model, self.links, DTYPE_BITS[self.dtype] // 8)
+        self._rates: dict[tuple[str, ...], float] = {}
+        self._layers: dict[int, tuple[float, ...]] = {}
+        self._steps: dict[int, Step] = {}
 
-    def _attention_flops(self, tokens: int, context: int) -> float:
-        dims, total = self.model.dimensions, 0.0
-        for kind in self.model.layer_kinds:
-            window = min((spec.window_tokens for spec in kind.cache if spec.window_tokens), default=None)
-            seen = min(context, window) if window else context
-            if kind.mixer not in ("linear", "ssm", "none"):
-                total += len(kind.layers) * 4.0 * tokens * (dims.num_attention_heads or 1) * head_width(dims) * seen
-        return total
+    @cached_property
+    def activations(self) -> dict[str, str]:
+        """Scheme of a stored group -> the dtype its products run in ("" : the weights are widened first)."""
+        found = {}
+        for group in self.model.quantization_groups:
+            said = (group.activations or "").lower()
+            found[group.scheme] = next((dtype for word, dtype in ACTIVATION_RATES if word in said), "")
+        return found
 
-    def _collective_s(self, num_bytes: float, ranks: int, span: int, factor: float) -> float:
-        """One collective of `ranks` ranks spread over `span` consecutive devices."""
-        if ranks == 1:
-            return 0.0
-        fast = span <= self.fast_group
-        rate = self.rates.link_bytes_per_s if fast else self.rates.network_bytes_per_s
-        alpha = (ALPHA_NODE_S if fast else ALPHA_NETWORK_S) * ceil(log2(ranks))  # a tree's depth
-        return alpha + factor * (ranks - 1) / ranks * num_bytes / rate
+    def flops_per_s(self, formats: tuple[str, ...]) -> float:
+        """The rate of a product with weights in these formats: their activations' dtype where it has a rate of its own."""
+        if formats not in self._rates:
+            name = formats[0] if formats else ""
+            dtype = self.activations.get(name, PRESET_RATES.get(name, ""))
+            stated = self.evaluator.target.card.flops_per_s
+            known = next((stated[other] for other in SAME_RATE.get(dtype, ()) if other in stated), None)
+            self._rates[formats] = known or self.rates.flops_per_s
+        return self._rates[formats]
 
-    def _communication_s(self, layout: Layout, tokens: int) -> float:
-        dims = self.model.dimensions
-        hidden = tokens * dims.hidden_size * self.size
-        moe = sum(len(kind.layers) for kind in self.model.layer_kinds if kind.feed_forward == "moe")
-        reduce = self._collective_s(hidden, layout.tp, layout.tp, 2.0)
-        total = (2 * dims.num_layers - moe) * reduce + moe * self._experts_s(layout, hidden)
-        total += dims.num_layers * self._collective_s(hidden, layout.cp, layout.tp * layout.cp, 2.0)
-        per_stage = layout.num_devices // layout.pp
-        if layout.pp > 1:
-            slow = 2 * per_stage > self.fast_group
-            rate = self.rates.network_bytes_per_s if slow else self.rates.link_bytes_per_s
-            total += (layout.pp - 1) * ((ALPHA_NETWORK_S if slow else ALPHA_NODE_S) + hidden / layout.tp / rate)
-        return total
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Dtypes whose stated rates the times rest on."""
+        stated = self.evaluator.target.card.flops_per_s
+        used = {self.dtype, *(name for name, rate in stated.items() if rate in self._rates.values())}
+        return (self.dtype, *sorted(used - {self.dtype, "float16" if self.dtype == "bfloat16" else "bfloat16"}))
 
-    def _experts_s(self, layout: Layout, hidden: int) -> float:
-        """Collectives of one expert layer, the cheaper of two ways.
+    def _operator(self, operator: Operator) -> tuple[float, float, float, float]:
+        compute = operator.flops / self.flops_per_s(operator.formats)
+        memory = operator.num_bytes / self.rates.bytes_per_s
+        shares = self.shares
+        return (compute, memory, max(compute / shares.compute[0], memory / shares.memory[0]),
+                max(compute / shares.compute[1], memory / shares.memory[1]))  # fmt: skip
 
-        Gathered: every rank of the expert group sees all tokens of all replicas, and partial sums are reduced over the
-        group (with one replica: the all-reduce of TP). Routed: tokens travel to their experts and back, all to all.
-        """
-        group, replicas = layout.tp * layout.cp * layout.dp, layout.cp * layout.dp
-        everything = hidden * layout.dp
-        gathered = self._collective_s(everything, replicas, group, 1.0) + self._collective_s(everything, group, group, 2.0)
-        if layout.ep == 1:
-            return gathered
-        rows = hidden * max(1, self.model.dimensions.num_experts_per_token) / layout.tp
-        routed = 2 * self._collective_s(rows, layout.ep, group, 1.0)
-        routed += self._collective_s(rows * layout.expert_tp, layout.expert_tp, layout.expert_tp, 2.0)
-        routed += self._collective_s(hidden, layout.tp, layout.tp, 1.0)
-        return min(gathered, routed)
+    def _kind(self, work: KindWork) -> tuple[float, ...]:
+        """(compute, memory, low, high) seconds of one layer."""
+        if id(work) not in self._layers:
+            self._layers[id(work)] = tuple(map(sum, zip(*map(self._operator, work.operators), strict=True)))
+        return self._layers[id(work)]
 
-    def prefill(self, evaluation: Evaluation, num_tokens: int) -> TimeEstimate:
-        """One prompt of `num_tokens` on one replica, through all stages."""
-        layout = evaluation.layout
-        flops = 2.0 * self.body_parameters * num_tokens + self._attention_flops(num_tokens, num_tokens // 2 + 1)
-        flops += 2.0 * self.head_parameters
+    def step(self, layout: Layout, batch: Batch) -> Step:
+        works = self.work.kinds(layout, batch)
+        if id(works) not in self._steps:  # works live as long as `self.work` caches them
+            compute = memory = low = high = launches = 0.0
+            for work in works:
+                one = self._kind(work)
+                compute, memory = compute + work.count * one[0], memory + work.count * one[1]
+                low, high = low + work.count * one[2], high + work.count * one[3]
+                launches += work.count * work.launches
+            self._steps[id(works)] = Step(compute, memory, low, high, launches)
+        return self._steps[id(works)]
+
+    def at_least_s(self, layout: Layout, batch: Batch) -> float:
+        """A bound from below on the middle of a step's range, from a few sums: reading and computing what the rank holds, in
+        whichever is longer, collectives inside one domain, and starting its operators."""
+        weights, experts, flops, expert_flops = self.work.sums(layout)
+        tokens = batch.tokens if batch.decodes else batch.tokens / layout.cp_devices
+        everyone = tokens * layout.dp * layout.cp_devices
+        touched = 1.0 - (1.0 - min(1.0, self.work.chosen_share)) ** everyone if experts else 0.0
+        rows = batch.sequences if batch.decodes else 1
+        read = (weights + experts * touched + rows * self.work.cached_bytes(layout, batch)) / self.rates.bytes_per_s
+        computed = (flops * tokens + expert_flops * everyone * self.work.chosen_share) / self._fastest
+        reduced = self.traffic.layers_at_best(layout, tokens)
+        total, shares = 0.0, self.shares
+        for index in (0, 1):
+            work = max(computed / shares.compute[index], read / shares.memory[index])
+            exposed = (1.0 - shares.hidden[index]) * reduced.beta / shares.link[index]
+            total += work + exposed + reduced.alpha * (1, 2)[index] + self.work.least_launches * shares.launch_s[index]
+        return total / 2
+
+    @cached_property
+    def _fastest(self) -> float:
+        return max([self.rates.flops_per_s, *self.evaluator.target.card.flops_per_s.values()])
+
+    def layer_times(self, layout: Layout, batch: Batch) -> tuple[list[float], float]:
+        """Seconds of each layer in the middle of the range, and of what is outside them: what a pipeline cut balances."""
+        works = self.work.kinds(layout, batch)
+        times = [0.0] * self.model.dimensions.num_layers
+        for kind, work in zip(self.model.layer_kinds, works, strict=False):
+            _, _, low, high = self._kind(work)
+            start = work.launches * sum(self.shares.launch_s) / 2
+            for layer in kind.layers:
+                times[layer] = (low + high) / 2 + start
+        return times, sum(self._kind(works[-1])[2:]) / 2
+
+    def prefill_batch(self, num_tokens: int) -> tuple[Batch, int]:
+        """One chunk of a prompt in the middle of it, and how many chunks there are."""
         steps = -(-num_tokens // self.evaluator.request.chunk_tokens)
-        reads = steps * sum(load.weights_bytes * self._touched(layout, num_tokens / steps) for load in evaluation.stages)
-        return self._estimate(flops / (layout.tp * layout.cp), reads, self._communication_s(layout, num_tokens))
+        return Batch("prefill", num_tokens / steps, 1, num_tokens // 2 + 1), steps
 
-    def decode(self, evaluation: Evaluation, sequences: int, context: int) -> TimeEstimate:
+    def prefill(self, layout: Layout, num_tokens: int, *, at_best: bool = False) -> TimeEstimate:
+        """One prompt of `num_tokens` on one replica, through all stages. `at_best`: wherever the axes are placed."""
+        batch, steps = self.prefill_batch(num_tokens)
+        return self._estimate(layout, batch, steps, at_best)
+
+    def decode(self, layout: Layout, sequences: int, context: int, *, at_best: bool = False) -> TimeEstimate:
         """One token for each of `sequences` sequences on one replica, each with `context` tokens in its cache."""
-        layout = evaluation.layout
-        flops = 2.0 * (self.body_parameters + self.head_parameters) * sequences + self._attention_flops(sequences, context)
-        cache = self.evaluator.cache.sequence_per_layer(layout, context)
-        weights = sum(load.weights_bytes for load in evaluation.stages) * self._touched(layout, sequences)
-        reads = weights + sequences * sum(cache)
-        return self._estimate(flops / (layout.tp * layout.cp), reads, self._communication_s(layout, sequences))
+        return self._estimate(layout, Batch("decode", sequences, sequences, context), 1, at_best)
 
-    def _touched(self, layout: Layout, tokens: float) -> float:
-        """Share of a rank's weights that a step of `tokens` per replica reads: experts nobody chose stay untouched."""
-        dims = self.model.dimensions
-        if not dims.num_experts or not dims.num_experts_per_token:
-            return 1.0
-        group = tokens * (layout.dp if layout.ep > 1 or layout.expert_tp > layout.tp else 1)
-        hit = 1.0 - (1.0 - min(1.0, dims.num_experts_per_token / dims.num_experts)) ** group
-        return self.dense_share + (1.0 - self.dense_share) * hit
+    def _estimate(self, layout: Layout, batch: Batch, steps: int, at_best: bool) -> TimeEstimate:
+        step, shares = self.step(layout, batch), self.shares
+        moved = self.traffic.at_best(layout, batch) if at_best else self.traffic.step(layout, batch)
+        ends = []
+        for index, work in enumerate((step.low_s, step.high_s)):
+            transfer = moved.beta / shares.link[index]
+            exposed = transfer - shares.hidden[index] * min(transfer, work)
+            ends.append(work + exposed + moved.alpha * (1, 2)[index] + step.launches * shares.launch_s[index])
+        return TimeEstimate(
+            compute_s=steps * step.compute_s, memory_s=steps * step.memory_s,
+            communication_s=steps * (moved.alpha + moved.beta), low_s=steps * ends[0], high_s=steps * ends[1],
+            launch_s=steps * step.launches * shares.launch_s[0], note=shares.note,
+        )  # fmt: skip
 
-    def _estimate(self, flops: float, num_bytes: float, communication_s: float) -> TimeEstimate:
-        compute, memory = flops / self.rates.flops_per_s, num_bytes / self.rates.bytes_per_s
-        low, high = (max(compute / rate, memory / read) + communication_s / link
-                     for rate, read, link in zip(COMPUTE_SHARES, MEMORY_SHARES, LINK_SHARES, strict=True))  # fmt: skip
-        return TimeEstimate(compute_s=compute, memory_s=memory, communication_s=communication_s, low_s=low, high_s=high)
+
+def middle(estimate: TimeEstimate) -> float:
+    return (estimate.low_s + estimate.high_s) / 2
+
+
+def slower(estimate: TimeEstimate, factor: float) -> TimeEstimate:
+    """The same where the slowest stage holds up the others."""
+    return replace(estimate, low_s=estimate.low_s * factor, high_s=estimate.high_s * factor)

@@ -5,6 +5,7 @@ layer ranges, every layer exactly once and in order. The cut is optimal, not heu
 """
 
 from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import accumulate
 
 from dayzero.core.errors import DayZeroError
@@ -28,73 +29,122 @@ def stages_from_sizes(num_layers: int, sizes: tuple[int, ...]) -> Stages:
     return tuple((end - size, end) for end, size in zip(ends, sizes, strict=True))
 
 
-def worst_stage_limit(costs: list[int], num_stages: int, first_extra: int, last_extra: int) -> int:
-    """The smallest possible cost of the heaviest of `num_stages` contiguous non-empty stages (bisection over the answer)."""
-    check_stages(len(costs), num_stages)
-    prefix = [0, *accumulate(costs)]
-    low = max(max(costs), first_extra + costs[0], last_extra + costs[-1])
-    high = prefix[-1] + first_extra + last_extra
-    if num_stages == 1:
-        return high
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(prefix, num_stages, first_extra, last_extra, middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+@dataclass(frozen=True, slots=True)
+class Caps:
+    """A second cost that no stage may exceed (bytes beside seconds): per layer, of the ends, and the room of a stage."""
+
+    costs: list[int]
+    first_extra: int
+    last_extra: int
+    room: int
 
 
-def _fits(prefix: list[int], num_stages: int, first_extra: int, last_extra: int, limit: int) -> bool:
-    """Whether stages within `limit` exist: each but the last takes as many layers as it can and leaves one for each after."""
-    num_layers, start = len(prefix) - 1, 0
-    for stage in range(num_stages - 1):
-        room = limit - (first_extra if stage == 0 else 0)
-        stop = min(bisect_right(prefix, prefix[start] + room) - 1, num_layers - (num_stages - 1 - stage))
-        if stop <= start:
+class _Stack:
+    """Prefix sums of one cut's costs, and of its second ones."""
+
+    def __init__(self, costs: list[int], num_stages: int, first_extra: int, last_extra: int, caps: Caps | None) -> None:
+        check_stages(len(costs), num_stages)
+        self.num_layers, self.num_stages, self.caps = len(costs), num_stages, caps
+        self.extras = (first_extra, last_extra)
+        self.prefix = [0, *accumulate(costs)]
+        self.second = [0, *accumulate(caps.costs)] if caps is not None else []
+
+    def extra(self, stage: int, ends: tuple[int, int]) -> int:
+        return (ends[0] if stage == 0 else 0) + (ends[1] if stage == self.num_stages - 1 else 0)
+
+    def cost(self, stage: int, start: int, stop: int) -> int:
+        return self.prefix[stop] - self.prefix[start] + self.extra(stage, self.extras)
+
+    def holds(self, stage: int, start: int, stop: int, limit: int) -> bool:
+        """Whether the stage keeps both limits."""
+        if self.cost(stage, start, stop) > limit:
             return False
-        start = stop
-    return prefix[-1] - prefix[start] + last_extra <= limit
+        caps = self.caps
+        if caps is None:
+            return True
+        held = self.second[stop] - self.second[start] + self.extra(stage, (caps.first_extra, caps.last_extra))
+        return held <= caps.room
+
+    def filled(self, limit: int) -> Stages | None:
+        """Each stage but the last takes as many layers as it can and leaves one for each after; None when none is left."""
+        found, start = [], 0
+        for stage in range(self.num_stages - 1):
+            stop = bisect_right(self.prefix, self.prefix[start] + limit - self.extra(stage, self.extras)) - 1
+            if (caps := self.caps) is not None:
+                room = caps.room - self.extra(stage, (caps.first_extra, caps.last_extra))
+                stop = min(stop, bisect_right(self.second, self.second[start] + room) - 1)
+            stop = min(stop, self.num_layers - (self.num_stages - 1 - stage))
+            if stop <= start:
+                return None
+            found.append((start, stop))
+            start = stop
+        found.append((start, self.num_layers))
+        return tuple(found) if self.holds(self.num_stages - 1, start, self.num_layers, limit) else None
+
+    def limit(self) -> int | None:
+        """The smallest possible cost of the heaviest stage (bisection over the answer); None when the caps cannot be kept."""
+        high = self.prefix[-1] + sum(self.extras)
+        if self.filled(high) is None:
+            return None
+        low = 0
+        while low < high:
+            middle = (low + high) // 2
+            if self.filled(middle) is not None:
+                high = middle
+            else:
+                low = middle + 1
+        return low
 
 
-def first_cut(costs: list[int], num_stages: int, *, first_extra: int = 0, last_extra: int = 0) -> Stages:
+def _limit(stack: _Stack, num_stages: int) -> int:
+    limit = stack.limit()
+    if limit is None:
+        raise DayZeroError("no cut keeps every stage within its memory", got=f"pp={num_stages}", want="stages that fit",
+                           fix="use more stages or more cards")  # fmt: skip
+    return limit
+
+
+def first_cut(
+    costs: list[int], num_stages: int, *, first_extra: int = 0, last_extra: int = 0, caps: Caps | None = None
+) -> Stages:
     """A cut whose heaviest stage is lightest, found by filling stages from the front: quick, but not even."""
-    limit = worst_stage_limit(costs, num_stages, first_extra, last_extra)
-    prefix = [0, *accumulate(costs)]
-    starts = [0]
-    for stage in range(num_stages - 1):
-        room = limit - (first_extra if stage == 0 else 0)
-        starts.append(min(bisect_right(prefix, prefix[starts[-1]] + room) - 1, len(costs) - (num_stages - 1 - stage)))
-    return tuple(zip(starts, [*starts[1:], len(costs)], strict=True))
+    stack = _Stack(costs, num_stages, first_extra, last_extra, caps)
+    found = stack.filled(_limit(stack, num_stages))
+    assert found is not None, (costs, num_stages)
+    return found
 
 
-def cut_stages(costs: list[int], num_stages: int, *, first_extra: int = 0, last_extra: int = 0) -> Stages:
+def cut_stages(
+    costs: list[int], num_stages: int, *, first_extra: int = 0, last_extra: int = 0, caps: Caps | None = None
+) -> Stages:
     """The cut whose heaviest stage is lightest, and of those the one with the smallest sum of squares (most even).
 
     Dynamic programming over (stage, first layer), within the limit found before. Raises DayZeroError when there are more
-    stages than layers.
+    stages than layers, or when no cut keeps the caps.
     """
+    stack = _Stack(costs, num_stages, first_extra, last_extra, caps)
+    limit = _limit(stack, num_stages)
     num_layers = len(costs)
-    limit = worst_stage_limit(costs, num_stages, first_extra, last_extra)
-    prefix = [0, *accumulate(costs)]
-    # best[i]: (sum of squares, cut) of the stages from the current one to the last, when the current starts at layer i.
-    best: dict[int, tuple[int, Stages]] = {}
+    # best[i]: (sum of squares, stop) of the stages from the current one to the last, when the current starts at layer i.
+    table: list[dict[int, tuple[int, int]]] = []
+    after: dict[int, tuple[int, int]] = {num_layers: (0, num_layers)}
     for stage in reversed(range(num_stages)):
-        extra = (first_extra if stage == 0 else 0) + (last_extra if stage == num_stages - 1 else 0)
-        after = num_stages - 1 - stage
-        found: dict[int, tuple[int, Stages]] = {}
-        for start in (0,) if stage == 0 else range(stage, num_layers - after):
-            stops = (num_layers,) if after == 0 else range(start + 1, num_layers - after + 1)
-            for stop in stops:
-                cost = prefix[stop] - prefix[start] + extra
-                if cost > limit:
+        left = num_stages - 1 - stage
+        found: dict[int, tuple[int, int]] = {}
+        for start in (0,) if stage == 0 else range(stage, num_layers - left):
+            for stop in (num_layers,) if left == 0 else range(start + 1, num_layers - left + 1):
+                if not stack.holds(stage, start, stop, limit):
                     break
-                tail = best.get(stop) if after else (0, ())
-                if tail is None:
-                    continue
-                total = cost * cost + tail[0]
-                if start not in found or total < found[start][0]:
-                    found[start] = (total, ((start, stop), *tail[1]))
-        best = found
-    assert 0 in best, f"no cut of {num_layers} layers into {num_stages} within {limit}"
-    return best[0][1]
+                if stop in after:
+                    total = stack.cost(stage, start, stop) ** 2 + after[stop][0]
+                    if start not in found or total < found[start][0]:
+                        found[start] = (total, stop)
+        table.append(found)
+        after = found
+    assert 0 in after, f"no cut of {num_layers} layers into {num_stages} within {limit}"
+    cut, start = [], 0
+    for found in reversed(table):
+        stop = found[start][1]
+        cut.append((start, stop))
+        start = stop
+    return tuple(cut)

@@ -1,18 +1,23 @@
 """Bytes of weights per rank, from the same rule that the converter copies by (`core.sharding`).
 
 Parameters that are alike (role, shape, rule, format) are priced once, and layers that hold the same ones are one class,
-so that a thousand layouts of a thousand cards are summed in a second. Deliberately not done: guessing what an engine
-re-lays out after loading.
+so that a thousand layouts of a thousand cards are summed in a second. What an engine pads or holds twice comes from its
+memory model (`plan.engines`). Deliberately not done: choosing an engine's kernels.
 """
 
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from dayzero.core.errors import DayZeroError
-from dayzero.core.model import ModelDescription, Parameter, Role
+from dayzero.core.model import ModelDescription, Parameter, ShardRule
 from dayzero.core.plan import Coordinates, Layout
-from dayzero.core.sharding import box_elements, local_shape, owns_layer, rank_boxes
+from dayzero.core.sharding import Box, box_elements, owns_layer, rank_boxes
+from dayzero.core.units import DTYPE_BITS
+from dayzero.plan.engines import WeightRules
 from dayzero.plan.formats import Formats, WeightFormat
+
+# How the ledger calls what belongs to no role of the model itself.
+DRAFT, COPIES = "mtp", "attention copies"
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +26,16 @@ class Group:
 
     parameter: Parameter
     format: WeightFormat
+    absorbed: bool = False  # held a second time, multiplied out, in the dtype of the computation
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Elements and bytes of one rank's part."""
+    """Elements and bytes of one rank's part; of the bytes, what the engine holds beside the tensor itself."""
 
     elements: int
     num_bytes: int
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +52,15 @@ class RoleCost:
 class Weights:
     """Prices of one model's parameters under one weights dtype."""
 
-    def __init__(self, model: ModelDescription, weights_dtype: str, *, mtp: bool = False) -> None:
-        self.formats = Formats(model, weights_dtype)
+    def __init__(
+        self, model: ModelDescription, weights_dtype: str, *, mtp: bool = False, rules: WeightRules | None = None
+    ) -> None:
+        self.rules = rules or WeightRules()
+        self.formats = Formats(model, weights_dtype, self.rules.padding)
         self.num_layers = model.dimensions.num_layers
+        self.num_heads = model.dimensions.num_attention_heads
+        self.compute_bits = DTYPE_BITS[model.dtype]
+        self.latent_widths = _latent_widths(model) if self.rules.absorbed_latents else frozenset()
         self.groups: list[Group] = []
         self._ids: dict[object, int] = {}
         self._costs: dict[tuple[int, ...], Cost] = {}
@@ -56,9 +69,10 @@ class Weights:
         layers: list[Counter[int]] = [Counter() for _ in range(self.num_layers)]
         self.roots: dict[str, str] = {}
         tied_roots = {parameter.tied_to for parameter in model.parameters if parameter.tied_to in names}
-        for parameter in model.parameters:
-            if parameter.role == "mtp" and not mtp:
+        for listed in model.parameters:
+            if listed.role == "mtp" and not mtp:
                 continue
+            parameter = self._with_wide_rule(listed)
             group = self._group(parameter)
             tied = parameter.tied_to is not None or parameter.name in tied_roots
             self.roots[parameter.name] = parameter.tied_to or parameter.name
@@ -66,17 +80,40 @@ class Weights:
                 self.loose.append((group, parameter))
             else:
                 layers[parameter.layer][group] += 1
+        # Whether layers share a tensor, so that what a stage holds depends on which layers it has.
+        self.shared_layers = any(p.layer is not None and p.layer < self.num_layers for _, p in self.loose)
         classes: dict[tuple[tuple[int, int], ...], int] = {}
         self.layer_class = [classes.setdefault(tuple(sorted(counts.items())), len(classes)) for counts in layers]
         self.classes = list(classes)
         self.class_groups = [tuple(group for group, _ in counts) for counts in self.classes]
 
+    def _with_wide_rule(self, parameter: Parameter) -> Parameter:
+        """The parameter, with a rule of the engine's where it divides what the description leaves whole."""
+        if parameter.role not in self.rules.wide_roles or parameter.shard.tensor_dim is not None or len(parameter.shape) < 2:
+            return parameter
+        wide = [dim for dim in (0, len(parameter.shape) - 1) if parameter.shape[dim] >= self.formats.hidden]
+        if parameter.shape == (self.formats.hidden, parameter.shape[-1]) and len(wide) == 1:
+            wide = []  # out of something narrow, into the model's width: a latent's expansion has no heads
+        if parameter.shape[-1] == self.formats.hidden and len(wide) == 1 and wide[0] == len(parameter.shape) - 1:
+            wide = []  # from the model's width into something narrow
+        if not wide:
+            return parameter
+        dim = wide[-1] if parameter.shape[0] == self.formats.hidden else wide[0]
+        size = parameter.shape[dim]
+        return replace(parameter, shard=ShardRule(tensor_dim=dim, segments=(size,), units=(size,)))
+
     def _group(self, parameter: Parameter) -> int:
         weight_format = self.formats.of(parameter)
-        key = (parameter.role, parameter.shape, parameter.shard, weight_format)
+        absorbed = parameter.role == "attention" and (parameter.layer, parameter.shape[-1]) in self.latent_widths and (
+            len(parameter.shape) == 2 and parameter.shard.tensor_dim == 0
+        )  # fmt: skip
+        pieces = parameter.sources if weight_format.storage is not None else ()
+        form = tuple(sorted(name.rpartition(".")[2] + "*" * ("*" in name) for name in pieces))
+        leaf = tuple(parameter.name.rsplit(".", 2)[-2:])
+        key = (parameter.role, parameter.shape, parameter.shard, weight_format, leaf, form, absorbed)
         if key not in self._ids:
             self._ids[key] = len(self.groups)
-            self.groups.append(Group(parameter, weight_format))
+            self.groups.append(Group(parameter, weight_format, absorbed))
         return self._ids[key]
 
     def cost(self, group: int, layout: Layout, place: Coordinates) -> Cost:
@@ -84,10 +121,20 @@ class Weights:
         key = (group, layout.tp, layout.ep, layout.expert_tp, place.tp, place.ep, place.expert_tp)
         if key not in self._costs:
             parameter, weight_format = self.groups[group].parameter, self.groups[group].format
-            boxes = rank_boxes(parameter, layout, place)
-            num_bytes = weight_format.bytes_of(local_shape(boxes, parameter.shard.tensor_dim)) if boxes else 0
-            self._costs[key] = Cost(box_elements(boxes), num_bytes)
+            boxes = self._boxes(parameter, layout, place)
+            num_bytes = weight_format.bytes_of(parameter, boxes, hidden=self.formats.hidden, experts=self.formats.experts)
+            copied = box_elements(boxes) * self.compute_bits // 8 if self.groups[group].absorbed else 0
+            self._costs[key] = Cost(box_elements(boxes), num_bytes + copied, copied)
         return self._costs[key]
+
+    def _boxes(self, parameter: Parameter, layout: Layout, place: Coordinates) -> tuple[Box, ...]:
+        """The rank's boxes; a vocabulary that the engine pads is dealt out in equal parts, the last ones beyond its end."""
+        rule, step = parameter.shard, self.rules.vocabulary_multiple
+        if step == 1 or parameter.role not in ("embedding", "head") or rule.tensor_dim != 0:
+            return rank_boxes(parameter, layout, place)
+        padded = -(-parameter.shape[0] // step) * step
+        rows = -(-padded // layout.tp)
+        return (((place.tp * rows, (place.tp + 1) * rows), *((0, size) for size in parameter.shape[1:])),)
 
     def layer_bytes(self, layout: Layout, place: Coordinates) -> list[int]:
         """Bytes of each layer on a rank at `place` of whichever stage holds it (tied parameters apart)."""
@@ -128,25 +175,35 @@ class Weights:
                 owned.setdefault(self.roots[parameter.name], (group, parameter))
         return list(owned.values())
 
-    def by_role(self, layout: Layout, place: Coordinates, stage: int) -> dict[Role, RoleCost]:
+    def by_role(self, layout: Layout, place: Coordinates, stage: int) -> dict[str, RoleCost]:
         """What the rank at `place` of `stage` stores, by role."""
         first, stop = layout.stages[stage] if layout.stages else (0, self.num_layers)
-        counts: Counter[int] = Counter()
+        counts: Counter[tuple[int, str]] = Counter()
         for index, number in Counter(self.layer_class[first:stop]).items():
             for group, count in self.classes[index]:
-                counts[group] += count * number
-        counts.update(group for group, _ in self._loose_of(layout, stage))
-        roles: dict[Role, RoleCost] = {}
-        for group, count in counts.items():
+                counts[group, self.groups[group].parameter.role] += count * number
+        counts.update((group, self._line_of(parameter)) for group, parameter in self._loose_of(layout, stage))
+        roles: dict[str, RoleCost] = {}
+        for (group, role), count in counts.items():
             parameter, cost = self.groups[group].parameter, self.cost(group, layout, place)
-            old = roles.get(parameter.role, RoleCost(0, 0, 0, 0, ()))
+            old = roles.get(role, RoleCost(0, 0, 0, 0, ()))
             name = self.groups[group].format.name
-            roles[parameter.role] = RoleCost(
-                old.num_bytes + cost.num_bytes * count, old.elements + cost.elements * count,
+            if cost.copied_bytes:
+                twin = roles.get(COPIES, RoleCost(0, 0, 0, 0, ()))
+                roles[COPIES] = RoleCost(twin.num_bytes + cost.copied_bytes * count, twin.elements + cost.elements * count,
+                                         twin.whole_elements + parameter.num_elements * count, twin.num_tensors + count,
+                                         (f"{self.compute_bits}-bit copies",))  # fmt: skip
+            roles[role] = RoleCost(
+                old.num_bytes + (cost.num_bytes - cost.copied_bytes) * count, old.elements + cost.elements * count,
                 old.whole_elements + parameter.num_elements * count, old.num_tensors + count,
                 old.formats if name in old.formats else (*old.formats, name),
             )  # fmt: skip
         return roles
+
+    def _line_of(self, parameter: Parameter) -> str:
+        """The ledger line a parameter is counted in: its role, and one line for all of a draft block."""
+        beyond = parameter.layer is not None and parameter.layer >= self.num_layers
+        return DRAFT if beyond else parameter.role
 
     def largest_part(self, layout: Layout, place: Coordinates, stage: int) -> tuple[int, str]:
         """The largest single tensor a rank of the stage loads, and the role it has."""
@@ -162,6 +219,8 @@ class Weights:
         Quantization blocks count: each segment of a fused tensor (gate and up apart) must be cut at a block's border, in
         the dimension that is cut, or scales would belong to two ranks.
         """
+        if self.rules.wide_roles and self.num_heads and self.num_heads % layout.tp:
+            return f"{self.num_heads} attention heads are not divisible by tp={layout.tp}, as the engine demands"
         for group in self.groups:
             parameter, rule, block = group.parameter, group.parameter.shard, group.format.block
             is_expert = parameter.role == "expert" and rule.expert_dim is not None
@@ -173,8 +232,10 @@ class Weights:
             if rule.tensor_dim is None or degree == 1:
                 continue
             # The sharding rule could deal out heads unevenly; attention kernels and the output projection cannot.
-            if parameter.role == "attention" and not rule.replicable and any(
-                units % degree and units != parameter.shape[rule.tensor_dim] for units in rule.units
+            if (
+                parameter.role == "attention"
+                and not rule.replicable
+                and any(units % degree and units != parameter.shape[rule.tensor_dim] for units in rule.units)
             ):
                 return f"{parameter.name}: {' + '.join(map(str, rule.units))} heads are not divisible by tp={degree}"
             segments = rule.segments or (parameter.shape[rule.tensor_dim],)
@@ -200,3 +261,14 @@ class Weights:
             except DayZeroError:
                 continue
         return found
+
+
+def _latent_widths(model: ModelDescription) -> frozenset[tuple[int | None, int]]:
+    """(layer, width of its cached latent): a matrix that expands such a latent to heads is what engines multiply out."""
+    return frozenset(
+        (layer, spec.elements_per_token)
+        for kind in model.layer_kinds
+        for spec in kind.cache
+        if spec.kind == "latent"
+        for layer in kind.layers
+    )

@@ -16,11 +16,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dayzero.core.model import Parameter
+from dayzero.core.storage import (
+    Storage,
+    experts_with_weights,
+    is_expert,
+    matrices,
+    name_form,
+    stand_in,
+    stored_dtype,
+    weight_names,
+)
 from dayzero.core.structure import QuantizationGroup
 from dayzero.core.units import tensor_bytes
 from dayzero.model.config_keys import config_dtype
-from dayzero.model.stored.quantization import Quantization, Rule, Storage, read_quantization
-from dayzero.model.stored.scales import COMPANION, PACKED
+from dayzero.model.stored.quantization import Quantization, Rule, read_quantization
 
 # Leading components that wrappers add and settings, classes and checkpoints each spell their own way.
 WRAPPERS = frozenset({"model", "language_model", "text_model", "backbone", "transformer"})
@@ -31,7 +40,6 @@ KEPT = re.compile(
 # What joins a draft block to the model is a plain linear layer in every loader.
 JOINS = re.compile(r"(^|\.)(eh_proj|e_proj|h_proj|input_proj)$|(^|\.)mtp\.fc$")
 KEPT_ROLES = frozenset({"embedding", "head", "norm", "router", "router_bias", "convolution", "attention_sink"})
-CORRECTION = re.compile(r"(correction|expert|router)_bias$|(^|\.)tid2eid$")
 MAX_LISTED = 16
 NONE = "none"
 
@@ -55,7 +63,7 @@ def quantization_groups(
     quantization = read_quantization(config, beside)
     dtype = config_dtype(config)[0] or "bfloat16"
     assigned = _assign(quantization, parameters)
-    weighted = _experts_with_weights(parameters)
+    weighted = experts_with_weights(parameters)
     hidden = _hidden_size(config)
     groups: dict[tuple[str, str], _Group] = {}
     for stated in _all_rules(quantization):
@@ -69,7 +77,7 @@ def quantization_groups(
         group.parameters += 0 if item.is_buffer else elements
         group.num_bytes += num_bytes
         if rule is not None:
-            group.forms[_form(item.name)] = None
+            group.forms[name_form(item.name)] = None
     known = bool(parameters)
     ignored = _shortened(quantization.ignored) if quantization else ()
     return tuple(_record(name, group, known, ignored) for (name, _), group in groups.items() if group.parameters or not known)
@@ -97,42 +105,13 @@ def checkpoint_bytes(groups: Iterable[QuantizationGroup]) -> int | None:
     return None if not sizes or any(size is None for size in sizes) else sum(size for size in sizes if size is not None)
 
 
-def stored_dtype(item: Parameter, dtype: str) -> str:
-    """The dtype in which releases keep a parameter that is not quantized, `dtype` being the model's.
-
-    Routers are computed in float32 by many classes and stored in the model's dtype by all releases seen; the correction of
-    the choice is float32 in all of them, whatever the class makes of it.
-    """
-    if item.role == "router" and item.dtype == "float32":
-        return dtype
-    if CORRECTION.search(item.name) and item.dtype in ("bfloat16", "float16"):
-        return "float32"
-    return item.dtype
-
-
 def estimated_parameters(by_role: Mapping[str, int], dtype: str) -> tuple[Parameter, ...]:
     """Stand-ins for the parameters of an estimate that knows roles and sizes alone, named as releases most often do.
 
     Scales come out as if every matrix had one row: exact for scales per group of columns that divide the matrices.
     """
-    names = {
-        "embedding": "model.embed_tokens.weight",
-        "head": "lm_head.weight",
-        "attention": "model.layers.0.self_attn.o_proj.weight",
-        "mlp": "model.layers.0.mlp.down_proj.weight",
-        "expert": "model.layers.0.mlp.experts.0.down_proj.weight",
-        "shared_expert": "model.layers.0.mlp.shared_experts.down_proj.weight",
-        "router": "model.layers.0.mlp.gate.weight",
-        "indexer": "model.layers.0.self_attn.indexer.wq_b.weight",
-        "ssm": "model.layers.0.self_attn.in_proj.weight",
-        "convolution": "model.layers.0.self_attn.conv1d.weight",
-        "tower": "vision_tower.layers.0.proj.weight",
-        "projector": "mm_projector.proj.weight",
-        "norm": "model.norm.weight",
-        "mtp": "model.layers.0.mlp.experts.0.down_proj.weight",  # most of it, and stored as its neighbours are
-    }
     return tuple(
-        Parameter(name=names.get(role, f"model.layers.0.{role}.weight"), shape=(1, size), dtype=dtype, role=role)  # type: ignore[arg-type]
+        Parameter(name=stand_in(role), shape=(1, size), dtype=dtype, role=role)  # type: ignore[arg-type]
         for role, size in by_role.items()
         if size
     )
@@ -172,7 +151,7 @@ def _rule_of(
     if ignored.match(modules):
         return None
     for rule, patterns in targets:
-        if rule.experts_only and not _is_expert(item):
+        if rule.experts_only and not is_expert(item):
             continue
         if patterns.match(modules) or (patterns.every_linear and not kept):
             return rule
@@ -184,13 +163,9 @@ def _is_matrix(item: Parameter) -> bool:
     if item.is_buffer or len(item.shape) < 2 or item.dtype not in ("float32", "float16", "bfloat16", "float64"):
         return False
     leaf = item.name.rpartition(".")[2]
-    if _is_expert(item):
+    if is_expert(item):
         return "bias" not in leaf and "scale" not in leaf
     return leaf == "weight" and len(item.shape) == 2
-
-
-def _is_expert(item: Parameter) -> bool:
-    return item.role == "expert" or (item.role == "mtp" and re.search(r"(^|\.)experts\.", item.name) is not None)
 
 
 def _is_kept(item: Parameter, modules: Sequence[str]) -> bool:
@@ -198,23 +173,17 @@ def _is_kept(item: Parameter, modules: Sequence[str]) -> bool:
         return True
     if item.role == "mtp" and any(JOINS.search(module) for module in modules):
         return True
-    return not _is_expert(item) and any(KEPT.search(module) for module in modules)
+    return not is_expert(item) and any(KEPT.search(module) for module in modules)
 
 
 def _modules(item: Parameter) -> tuple[str, ...]:
     """Names of the modules that hold this parameter in the checkpoint and in the class; expert 0 stands for all."""
-    names = [name.replace("*", "0") for name in _weights(item.sources)] + [item.name]
+    names = [name.replace("*", "0") for name in weight_names(item.sources)] + [item.name]
     found: dict[str, None] = {}
     for name in names:
         owner, _, leaf = name.rpartition(".")
         found[owner if leaf in ("weight", "bias") else name] = None
     return tuple(found)
-
-
-def _weights(sources: Sequence[str]) -> list[str]:
-    """Checkpoint names of the weights themselves: of a quantized release, scales and their like lie among the sources."""
-    kept = [name for name in sources if COMPANION.search(name) is None] or list(sources)
-    return [PACKED.sub(lambda found: ".weight" if found.group().startswith(".") else "", name) for name in kept]
 
 
 def _ancestors(module: str) -> list[str]:
@@ -264,11 +233,6 @@ class _Patterns:
         return False
 
 
-def _experts_with_weights(parameters: Sequence[Parameter]) -> int:
-    """Experts of a layer that have weights: some classes allocate slots behind them that no release stores."""
-    return min((item.shape[0] for item in parameters if item.role == "expert" and len(item.shape) == 3), default=0)
-
-
 def _hidden_size(config: Mapping[str, Any]) -> int | None:
     nested = config.get("text_config")
     parts = [nested, config] if isinstance(nested, Mapping) else [config]
@@ -278,36 +242,15 @@ def _hidden_size(config: Mapping[str, Any]) -> int | None:
 def _stored(item: Parameter, rule: Rule | None, dtype: str, weighted: int, hidden: int | None) -> tuple[int, int]:
     """(elements, bytes) of one parameter as the release stores it."""
     shape = item.shape
-    if _is_expert(item) and len(shape) == 3 and weighted:
+    if is_expert(item) and len(shape) == 3 and weighted:
         shape = (min(shape[0], weighted), *shape[1:])
     elements = 1
     for size in shape:
         elements *= size
     if rule is None or rule.storage is None:
         return elements, tensor_bytes(shape, stored_dtype(item, dtype))
-    return elements, sum(count * rule.storage.bytes_of(*matrix) for count, matrix in _matrices(item, shape, hidden))
-
-
-def _matrices(item: Parameter, shape: tuple[int, ...], hidden: int | None) -> list[tuple[int, tuple[int, int]]]:
-    """(how many, [rows, columns]) of the matrices that a parameter is stored as."""
-    sources = _weights(item.sources)
-    if len(shape) == 2:
-        # Rows that the class fuses and the checkpoint does not: only sources of equal size are told apart.
-        parts = len(sources) if sources and shape[0] % len(sources) == 0 else 1
-        return [(parts, (shape[0] // parts, shape[1]))]
-    count, rows, columns = shape[0], shape[1], shape[-1]
-    leaf = item.name.rpartition(".")[2]
-    into_hidden = re.search(r"down|w2|out", leaf) is not None
-    # Some classes stack experts as [experts, input, output]: the side that is the model's width tells which is the input.
-    if hidden is not None and rows != columns and ((rows == hidden) != into_hidden) and (hidden in (rows, columns)):
-        rows, columns = columns, rows
-    starred = sum("*" in name for name in sources)
-    fused = starred or (2 if re.search(r"gate_up|up_gate|w13|w1_w3", leaf) else 1)
-    return [(count * fused, (rows // fused, columns))] if rows % fused == 0 else [(count, (rows, columns))]
-
-
-def _form(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+    stored = matrices(item, hidden, experts=weighted)
+    return elements, sum(count * rule.storage.bytes_of(*matrix) for count, matrix in stored)
 
 
 def _shortened(patterns: Sequence[str]) -> tuple[str, ...]:
@@ -331,5 +274,6 @@ def _record(name: str, group: _Group, known: bool, ignored: tuple[str, ...]) -> 
     storage = rule.storage
     return QuantizationGroup(
         name=name, scheme=storage.scheme, weight_bits=float(storage.bits), block=storage.block, scale_dtype=storage.scale_dtype,
-        activations=storage.activations, targets=targets, ignored=ignored, **counts,
+        activations=storage.activations, targets=targets, ignored=ignored, word_columns=storage.word_columns,
+        zero_bits=storage.zero_bits, column_bytes=storage.column_bytes, matrix_bytes=storage.matrix_bytes, **counts,
     )  # fmt: skip

@@ -13,43 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dayzero.core.units import DTYPE_BITS
+from dayzero.core.storage import Storage
 from dayzero.model.release import Release, read_object
 
 SETTINGS_KEYS = ("quantization_config", "compression_config")
 BESIDE = "hf_quant_config.json"  # where ModelOpt writes its settings; often the only place
 IGNORE_KEYS = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_modules", "ignored_modules")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Storage:
-    """How one matrix [rows, columns] (output, input) is stored.
-
-    `block`: rows and columns that share a scale of `scale_dtype`, where 0 spans the whole dimension; `()`: no scales.
-    `word_columns`: columns are padded to a multiple of this, what one packed word holds. Beside the codes and scales:
-    `zero_bits` a block (zero points), `column_bytes` a column (an order or a smoothing factor), and `matrix_bytes` a matrix
-    (global scales, the logical shape, a static input scale).
-    """
-
-    scheme: str
-    bits: int
-    block: tuple[int, ...] = ()
-    scale_dtype: str | None = None
-    activations: str | None = None
-    word_columns: int = 1
-    zero_bits: int = 0
-    column_bytes: int = 0
-    matrix_bytes: int = 0
-
-    def bytes_of(self, rows: int, columns: int) -> int:
-        """Bytes of one matrix and everything stored for it. A partial last block has a scale of its own."""
-        padded = -(-columns // self.word_columns) * self.word_columns
-        total = -(-rows * padded * self.bits // 8)
-        if self.block:
-            down, across = (-(-size // (step or size)) for size, step in zip((rows, columns), self.block, strict=True))
-            total += down * across * DTYPE_BITS[self.scale_dtype or "float32"] // 8
-            total += -(-down * across * self.zero_bits // 8)
-        return total + columns * self.column_bytes + self.matrix_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,14 +16,9 @@ from typing import Any, Literal
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Problem
+from dayzero.core.storage import COMPANION, PACKED
 from dayzero.model.headers import TensorEntry
 
-# Endings of the tensors that quantized formats store beside or instead of `<module>.weight` (or a bare parameter).
-PACKED = re.compile(r"(?:\.(?:weight_packed|qweight)|_(?:blocks|packed))$")
-COMPANION = re.compile(
-    r"(?:\.(?:weight|input|output|activation)_(?:scale_inv|scale_2|scale|zero_point|global_scale|shape|g_idx|offset|amax)"
-    r"|\.(?:qzeros|scales|g_idx|scale|input_amax|weight_bias)|_(?:scales|scale_inv|scale|zero_point|amax|shape))$"
-)
 KV_SCALE = re.compile(r"\.(?:[kqv]_(?:scale|zero_point)|kv_scale|prob_output_scale)$")
 # Companions that belong to a weight's numbers: the others describe activations or repeat what is known.
 WEIGHT_SCALE = re.compile(r"(?:\.weight_(?:scale_inv|scale)|\.scales?|_(?:scales|scale_inv|scale))$")

@@ -1,0 +1,152 @@
+"""Every layout that a number of cards could have: degrees, placements, what is legal and why not.
+
+Goes in: an `Evaluator` and the degrees a user fixed. Comes out: layouts. Nothing is left out but what no workload could use.
+Deliberately not done: pricing and choosing (`search`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
+from itertools import permutations
+from math import prod
+
+from dayzero.core.errors import DayZeroError
+from dayzero.core.plan import DEFAULT_PLACEMENT, Layout
+from dayzero.core.target import Target
+from dayzero.plan.ledger import Evaluator
+from dayzero.plan.roofline import Roofline
+from dayzero.plan.traffic import Reach
+
+SPANNING = ("tp", "pp", "dp", "cp")  # their product is the number of devices
+
+
+def divisors(number: int) -> list[int]:
+    return [value for value in range(1, number + 1) if number % value == 0]
+
+
+class Space:
+    """The layouts of one evaluator's model on its target."""
+
+    def __init__(self, evaluator: Evaluator) -> None:
+        self.evaluator, self.model, self.request = evaluator, evaluator.model, evaluator.request
+        self.fixed = dict(evaluator.request.fixed)
+        self._illegal: dict[tuple[int, int, int], str | None] = {}
+
+    @cached_property
+    def roofline(self) -> Roofline:
+        return Roofline(self.evaluator)
+
+    @cached_property
+    def estimated(self) -> bool:
+        """Whether the attention's own parameters are unknown, so that only the counts say what TP may divide."""
+        return all(p.name.startswith("estimated.") for p in self.model.parameters)
+
+    def layouts(self, devices: int) -> Iterator[Layout]:
+        """Every layout of `devices` that respects the fixed degrees, but for those that no workload could use: replicas
+        without a request, stages without a layer, experts without a rank. One placement each; `variants` has the others."""
+        grows = self.evaluator.cache.grows()
+        num_layers, num_experts = self.model.dimensions.num_layers, self.model.dimensions.num_experts
+        for tp in self._values("tp", devices):
+            for pp in self._values("pp", devices // tp):
+                if pp > num_layers and "pp" not in self.fixed:
+                    continue
+                for dp in self._values("dp", devices // tp // pp):
+                    if dp > self.request.concurrency and "dp" not in self.fixed:
+                        continue
+                    cp = devices // (tp * pp * dp)
+                    if cp != self.fixed.get("cp", cp) or ("cp" not in self.fixed and cp > 1 and not grows):
+                        continue
+                    degrees = divisors(tp * dp * cp) if num_experts else [1]
+                    for dcp in self._shared_context(tp):
+                        for ep in [self.fixed["ep"]] if "ep" in self.fixed else degrees:
+                            if ep <= max(1, num_experts) or "ep" in self.fixed:
+                                yield Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=bool(self.request.sp))
+
+    def _values(self, axis: str, devices: int) -> list[int]:
+        if axis in self.fixed:
+            return [self.fixed[axis]] if devices % self.fixed[axis] == 0 else []
+        return divisors(devices)
+
+    def _shared_context(self, tp: int) -> list[int]:
+        """Context ranks that a TP group may have: those that would otherwise hold the same cache. Who fixes TP without a
+        word about them means the plain kind."""
+        if "dcp" in self.fixed or "tp" in self.fixed:
+            return [self.fixed.get("dcp", 1)]
+        return [degree for degree in divisors(tp) if degree == 1 or self.context_illegal(tp, degree) is None]
+
+    def context_illegal(self, tp: int, dcp: int) -> str | None:
+        growing = [spec for kind in self.model.layer_kinds for spec in kind.cache if spec.elements_per_token]
+        if not growing:
+            return f"dcp={dcp}, but no cache grows with the context"
+        if tp % dcp:
+            return f"dcp={dcp} does not divide tp={tp}"
+        for heads in sorted({spec.heads for spec in growing if spec.heads}):
+            copies = max(1, tp // heads)
+            if copies % dcp:
+                return f"dcp={dcp}: tp={tp} holds {copies} copies of {heads} key/value heads, and only copies share a context"
+        return None
+
+    def variants(self, layout: Layout) -> Iterator[Layout]:
+        """The layout in every placement that lies on other links, each with and without sequence parallelism."""
+        for sp in self._sp(layout):
+            for placement in self._placements(layout):
+                yield replace(layout, sp=sp, placement=placement)
+
+    def _placements(self, layout: Layout) -> Iterator[tuple[str, ...]]:
+        active = [axis for axis in DEFAULT_PLACEMENT if layout.degree(axis) > 1]
+        if layout.num_devices <= self.roofline.links.domain or len(active) < 2:
+            yield DEFAULT_PLACEMENT
+            return
+        seen: set[Reach] = set()
+        idle = tuple(axis for axis in DEFAULT_PLACEMENT if axis not in active)
+        default = tuple(active)
+        for order in permutations(active):
+            placement = DEFAULT_PLACEMENT if order == default else (*order, *idle)
+            reach = self.roofline.traffic.reach(replace(layout, placement=placement))
+            if reach not in seen:
+                seen.add(reach)
+                yield placement
+
+    def illegal(self, layout: Layout) -> str | None:
+        if layout.ep > 1 and not self.model.dimensions.num_experts:
+            return f"ep={layout.ep}, but the model has no experts"
+        if layout.cp > 1 and not self.evaluator.cache.grows():
+            return f"cp={layout.cp}, but no cache grows with the context"
+        if layout.cp_in_tp > 1 and (reason := self.context_illegal(layout.tp, layout.cp_in_tp)) is not None:
+            return reason
+        heads = self.model.dimensions.num_attention_heads
+        if self.estimated and heads and heads % layout.tp:
+            return f"{heads} attention heads are not divisible by tp={layout.tp}"
+        key = (layout.tp, layout.ep, layout.expert_tp)
+        if key not in self._illegal:
+            self._illegal[key] = self.evaluator.weights.illegal(layout) or self._cannot_be_cut(layout)
+        return self._illegal[key]
+
+    def _cannot_be_cut(self, layout: Layout) -> str | None:
+        flat = replace(layout, pp=1, stages=())
+        try:
+            self.evaluator.weights.layer_bytes(flat, flat.coordinates(0))
+        except DayZeroError as error:
+            return f"{error.what} ({error.got})"
+        return None
+
+    def _sp(self, layout: Layout) -> tuple[bool, ...]:
+        return (False, True) if self.request.sp is None and layout.tp > 1 else (bool(self.request.sp),)
+
+
+def reachable_devices(target: Target) -> int | None:
+    """How many devices a target can join; None when there is a network (or none is published)."""
+    return target.node.num_cards if target.node.topology == "shared memory" else None
+
+
+def fixed_devices(fixed: dict[str, int], devices: int | None) -> int | None:
+    """The number of devices that options ask for; None: choose it. Raises DayZeroError when degrees contradict it."""
+    spanning = {axis: fixed[axis] for axis in SPANNING if axis in fixed}
+    product = prod(spanning.values())
+    if devices is None:
+        return product if spanning else None
+    if devices % product or (len(spanning) == len(SPANNING) and devices != product):
+        said = " * ".join(f"{axis} {degree}" for axis, degree in spanning.items())
+        raise DayZeroError("the degrees do not make up the devices", got=f"{said} = {product}, devices {devices}",
+                           want="devices = tp * pp * dp * cp", fix="drop --devices or correct a degree")  # fmt: skip
+    return devices
