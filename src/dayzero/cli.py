@@ -1,55 +1,39 @@
 """The command line: one verb a stage, no logic. Paths and names only; defaults live in the records.
 
 Exit status: 0 done and every required verdict passes, 1 done but one fails or is not shown, 2 bad input or environment,
-130 interrupted. Under `--json` one object goes to stdout; people read stdout, progress and logs go to stderr.
+130 interrupted, 141 when nobody reads the output any more. Under `--json` one object goes to stdout; people read stdout,
+progress and logs go to stderr.
 """
 
 import json
 import signal
-import sys
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 
-from dayzero import endings, inputs
+from dayzero import cli_plan, cli_tools, endings, inputs
 from dayzero.core.errors import DayZeroError
-from dayzero.core.records import record_json, to_dict
-
-app = typer.Typer(
-    add_completion=False, no_args_is_help=True, rich_markup_mode=None, help=__doc__.split("\n")[0] if __doc__ else ""
+from dayzero.core.records import record_json
+from dayzero.terminal import (
+    DeviceOption,
+    JsonOption,
+    RunArgument,
+    RunsOption,
+    TargetOption,
+    TrustOption,
+    app,
+    out,
+    say,
+    show,
+    status,
 )
-# Into a pipe a table is as wide as it needs, not as narrow as a terminal of the sixties.
-out, err = Console(width=None if sys.stdout.isatty() else 160), endings.err
 
-PathArgument = Annotated[Path, typer.Argument(help="a release folder or a config.json")]
-RunArgument = Annotated[Path, typer.Argument(help="a run folder, as written by `adapt`")]
-JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object on stdout")]
-TargetOption = Annotated[str, typer.Option("--target", help="a name from `dayzero targets`, or a hardware file")]
-DeviceOption = Annotated[str | None, typer.Option("--device", help="a torch device string, such as cpu or cuda:0")]
-RunsOption = Annotated[Path, typer.Option("--runs", help="where run folders are kept")]
-TrustOption = Annotated[bool, typer.Option("--trust-remote-code", help="allow the release's own modelling code to run")]
+__all__ = ["app", "cli_plan", "cli_tools", "main"]  # importing the other two registers their verbs
 
 
 def main() -> NoReturn:
     endings.run(app)
-
-
-def _say(text: str) -> None:
-    err.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _show(as_json: bool, data: Any, table: Any) -> None:
-    """One JSON object, or a table. `table` is a callable, so that nothing is rendered for scripts."""
-    if as_json:
-        print(json.dumps(data, allow_nan=False), flush=True)
-    else:
-        out.print(table())
-
-
-def _status(verdict: str) -> int:
-    return 0 if verdict == "pass" else 1
 
 
 @app.command()
@@ -72,50 +56,16 @@ def inspect(
         show_first=lambda first: None if as_json else out.print(model_text.first_answer(first)),
     )  # fmt: skip
     if page is not None:
-        inspection.write_page(found.model, page)
+        inspection.write_page(found, page)
     try:
         require_sound(found.model)
     except DayZeroError as error:
         error.details = found.summary() | error.details
         raise
-    _show(as_json, found.summary() if as_json else None, lambda: model_text.inspection(
+    show(as_json, found.summary() if as_json else None, lambda: model_text.inspection(
         found.model, corrections=found.corrections(), against=found.against, coverage=found.coverage
     ))  # fmt: skip
     return 0
-
-
-@app.command()
-def plan(
-    path: Annotated[Path, typer.Argument(help="a release folder, a config.json or a 1_model.json")],
-    target: TargetOption,
-    devices: Annotated[int | None, typer.Option(help="how many devices to use; the fewest that fit if not given")] = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    dp: int | None = None,
-    cp: int | None = None,
-    context: Annotated[int | None, typer.Option(help="tokens of one request, prompt and output")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="requests at once")] = None,
-    memory_fraction: Annotated[float | None, typer.Option(help="share of device memory to use")] = None,
-    weights_dtype: str | None = None,
-    cache_dtype: str | None = None,
-    workload: Annotated[Path | None, typer.Option(help="a workload file (YAML)")] = None,
-    as_json: JsonOption = False,
-    trust_remote_code: TrustOption = False,
-) -> int:
-    """On how many devices and how a model runs: a memory ledger and a layout, with reasons."""
-    from dayzero.devices.targets import load_target
-    from dayzero.plan import PlanOptions, make_plan
-    from dayzero.report.text import plan_table
-
-    options = inputs.given(
-        devices=devices, tp=tp, pp=pp, ep=ep, dp=dp, cp=cp, context=context, concurrency=concurrency,
-        memory_fraction=memory_fraction, weights_dtype=weights_dtype, cache_dtype=cache_dtype,
-    )  # fmt: skip
-    model = inputs.description(path, trust_remote_code)
-    result = make_plan(model, load_target(target), inputs.workload(workload), PlanOptions(**options))
-    _show(as_json, record_json(result), lambda: plan_table(result))
-    return 0 if result.feasible else 1
 
 
 @app.command()
@@ -137,15 +87,15 @@ def convert(
     from dayzero import conversion
 
     if verify is not None:
-        report = conversion.verify_artifact(verify, source, _say)
-        _show(as_json, report, lambda: conversion.problems_table(report))
+        report = conversion.verify_artifact(verify, source, say)
+        show(as_json, report, lambda: conversion.problems_table(report))
         return 0 if not report["problems"] else 1
     if path is None or out_folder is None:
         raise DayZeroError("convert needs a release and a place", got=f"PATH={path}, --out={out_folder}",
                            want="dayzero convert PATH --out DIR", fix="give both, or --verify DIR")  # fmt: skip
     degrees = {"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}
-    result = conversion.convert_release(path, out_folder, plan_file, degrees, to, _say)
-    _show(as_json, result, lambda: conversion.result_table(result))
+    result = conversion.convert_release(path, out_folder, plan_file, degrees, to, say)
+    show(as_json, result, lambda: conversion.result_table(result))
     return 0 if not any(problem["severity"] == "error" for problem in result["problems"]) else 1
 
 
@@ -166,7 +116,7 @@ def map_operators(
         if device is not None or context is not None:
             raise DayZeroError("a run has its own device and context", got="--device or --context with a run folder",
                                want="dayzero map RUN", fix="leave them out, or map the release folder")  # fmt: skip
-        result = stages.map_operators(RunStore.open(path), _say)
+        result = stages.map_operators(RunStore.open(path), say)
     else:
         from dayzero.devices.backend import open_backend
         from dayzero.model.operators import map_release
@@ -174,7 +124,7 @@ def map_operators(
         result = map_release(
             path, inputs.description(path), open_backend(device or "cpu"), context_tokens=context or 2048
         )
-    _show(as_json, record_json(result), lambda: operators_table(result))
+    show(as_json, record_json(result), lambda: operators_table(result))
     return 0 if not result.missing else 1
 
 
@@ -206,9 +156,9 @@ def validate(
     from dayzero import stages
     from dayzero.report.text import checks_table
 
-    report = _served(run, url, lambda store, where, pids: stages.validate(store, where, _say))
-    _show(as_json, record_json(report), lambda: checks_table(report.checks))
-    return _status(report.verdict)
+    report = _served(run, url, lambda store, where, pids: stages.validate(store, where, say))
+    show(as_json, record_json(report), lambda: checks_table(report.checks))
+    return status(report.verdict)
 
 
 @app.command()
@@ -221,9 +171,9 @@ def bench(
     from dayzero import stages
     from dayzero.report.text import bench_table
 
-    report = _served(run, url, lambda store, where, pids: stages.bench(store, where, pids, _say))
-    _show(as_json, record_json(report), lambda: bench_table(report))
-    return _status(report.verdict)
+    report = _served(run, url, lambda store, where, pids: stages.bench(store, where, pids, say))
+    show(as_json, record_json(report), lambda: bench_table(report))
+    return status(report.verdict)
 
 
 @app.command()
@@ -237,9 +187,9 @@ def soak(
     from dayzero import stages
     from dayzero.report.text import soak_table
 
-    report = _served(run, url, lambda store, where, pids: stages.soak(store, where, pids, _say, duration))
-    _show(as_json, record_json(report), lambda: soak_table(report))
-    return _status(report.verdict)
+    report = _served(run, url, lambda store, where, pids: stages.soak(store, where, pids, say, duration))
+    show(as_json, record_json(report), lambda: soak_table(report))
+    return status(report.verdict)
 
 
 @app.command()
@@ -249,9 +199,9 @@ def report(run: RunArgument, as_json: JsonOption = False) -> int:
     from dayzero.core.runstore import RunStore
     from dayzero.report.text import acceptance_table
 
-    acceptance = stages.report(RunStore.open(run), _say)
-    _show(as_json, record_json(acceptance), lambda: acceptance_table(acceptance))
-    return _status(acceptance.verdict)
+    acceptance = stages.report(RunStore.open(run), say)
+    show(as_json, record_json(acceptance), lambda: acceptance_table(acceptance))
+    return status(acceptance.verdict)
 
 
 @app.command()
@@ -291,83 +241,23 @@ def adapt(
         options=options,
         resume=resume,
     )
-    _say(f"run folder: {store.folder}")
+    say(f"run folder: {store.folder}")
     try:
-        pipeline.run(store, until=until, resume=resume, say=_say)
+        pipeline.run(store, until=until, resume=resume, say=say)
     except pipeline.Infeasible:
         made = store.read("plan", Plan)
-        _show(as_json, {"run": str(store.folder), **record_json(made)}, lambda: plan_table(made))
+        show(as_json, {"run": str(store.folder), **record_json(made)}, lambda: plan_table(made))
         return 1
     if until != "report":
-        _show(
+        show(
             as_json,
             {"schema": "dayzero.run/1", "run": str(store.folder), "until": until},
             lambda: f"{until} is done: {store.folder}",
         )
         return 0
     acceptance = store.read("report", Acceptance)
-    _show(as_json, {"run": str(store.folder), **record_json(acceptance)}, lambda: acceptance_table(acceptance))
-    return _status(acceptance.verdict)
-
-
-@app.command()
-def doctor(device: DeviceOption = None, as_json: JsonOption = False) -> int:
-    """What this machine, its torch and its device plugins can do, and what is missing."""
-    from dayzero.devices.doctor import doctor_table, examine
-
-    found = examine(device)
-    _show(as_json, record_json(found), lambda: doctor_table(found))
-    return 0 if found.ok else 2
-
-
-targets_app = typer.Typer(
-    invoke_without_command=True, help="List the accelerators that ship as hardware files, or measure one."
-)
-app.add_typer(targets_app, name="targets")
-
-
-@targets_app.callback()
-def targets(context: typer.Context, as_json: JsonOption = False) -> int | None:
-    if context.invoked_subcommand is not None:
-        return None
-    from dayzero.devices.targets import list_targets
-    from dayzero.report.text import targets_table
-
-    listed = list_targets()
-    _show(as_json, {"schema": "dayzero.targets/1", "targets": [to_dict(one) for one in listed]}, lambda: targets_table(listed))
-    return 0
-
-
-@targets_app.command("measure")
-def targets_measure(
-    file: Annotated[Path, typer.Option("--out", help="the hardware file to write")] = Path("target.yaml"),
-    device: Annotated[str, typer.Option(help="a torch device string")] = "cpu",
-    as_json: JsonOption = False,
-) -> int:
-    """Measure a device of this machine and write its hardware file."""
-    from dayzero.devices.measure import measure_cpu, measure_device
-    from dayzero.devices.targets import write_target
-
-    target = measure_cpu() if device == "cpu" else measure_device(device)
-    write_target(target, file)
-    _show(as_json, record_json(target), lambda: f"{file}: {target.id}")
-    return 0
-
-
-@app.command()
-def fetch(
-    name: Annotated[str, typer.Argument(help="a model that can be fetched, such as smollm2")],
-    out_folder: Annotated[Path | None, typer.Option("--out", help="the release folder to write")] = None,
-    as_json: JsonOption = False,
-) -> int:
-    """Get a small real model as an ordinary Hugging Face folder."""
-    from dayzero.progress import bytes_progress
-    from dayzero.weights.fetch import fetch as fetch_model
-
-    with bytes_progress(_say) as progress:
-        folder = fetch_model(name, out_folder or Path("models") / name, progress=progress)
-    _show(as_json, {"schema": "dayzero.fetch/1", "name": name, "folder": str(folder)}, lambda: str(folder))
-    return 0
+    show(as_json, {"run": str(store.folder), **record_json(acceptance)}, lambda: acceptance_table(acceptance))
+    return status(acceptance.verdict)
 
 
 def _served(run: Path, url: str | None, measure: Any) -> Any:
@@ -378,7 +268,7 @@ def _served(run: Path, url: str | None, measure: Any) -> Any:
     store = RunStore.open(run)
     if url is not None:
         return measure(store, url, ())
-    with stages.serving(store, _say) as server:
+    with stages.serving(store, say) as server:
         return measure(store, server.url, stages.process_ids(server))
 
 

@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,9 @@ class Asked:
     options: PlanOptions
 
     def plan(self) -> Plan:
-        return make_plan(self.model, self.target, self.workload, self.options,
+        made = make_plan(self.model, self.target, self.workload, self.options,
                          corrections=correction_for(self.target.id, engine=self.options.engine))  # fmt: skip
+        return replace(made, frontier=self.frontier(made)) if made.feasible else made
 
     def all(self) -> LayoutList:
         return plan_all(self.model, self.target, self.workload, self.options)
@@ -73,12 +74,29 @@ def asked(
     )
 
 
+def role_degrees(given: Sequence[str]) -> dict[str, int]:
+    """`embedding=16` and the like. Raises DayZeroError for what is none."""
+    degrees = {}
+    for one in given:
+        role, _, degree = one.partition("=")
+        if not degree.isdigit() or not int(degree):
+            raise DayZeroError("--role-tp takes a role and a number of cards", got=one, want="such as head=8",
+                               fix="write ROLE=N")  # fmt: skip
+        degrees[role.strip()] = int(degree)
+    return degrees
+
+
 def export_files(
-    case: Asked, plan: Plan, engine: str, folder: Path, *, model_path: str | None, version: str | None
+    case: Asked, plan: Plan, engine: str, folder: Path | None, *, model_path: str | None, version: str | None
 ) -> list[Path]:
     """Write what another engine needs for a plan. Raises DayZeroError for what it cannot be told; nothing is then written."""
     from dayzero.plan.export import export
 
+    if folder is None:
+        raise DayZeroError("--export needs a place", got="no --out", want="a new folder", fix="give --out DIR")
+    if not plan.feasible:
+        raise DayZeroError(f"{plan.model} does not fit, so there is nothing to start", got="; ".join(plan.reasons[:2]),
+                           want="a feasible plan", fix="follow the reasons, then export")  # fmt: skip
     return write_folder(folder, export(plan, case.model, case.target, engine, model_path=model_path, version=version))
 
 
@@ -104,6 +122,13 @@ def prepare(family: Path, target: str, sizes: str | None, workload: Path | None,
         workload=inputs.workload(workload), options=PlanOptions(),
     )  # fmt: skip
     return write_folder(folder, preset_files(presets))
+
+
+def write_page(case: Asked, plan: Plan, path: Path) -> None:
+    from dayzero.report.html import render_plan
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text_atomic(path, render_plan(plan, case.target.node.num_cards))
 
 
 def write_folder(folder: Path, files: Mapping[str, str]) -> list[Path]:

@@ -21,6 +21,7 @@ from dayzero.core.reports import Acceptance, BenchReport, Check, NumericsReport,
 from dayzero.core.runstore import RunStore
 from dayzero.core.target import Target, Workload
 from dayzero.plan import PlanOptions, make_plan
+from dayzero.plan.experience import Observation, correction_for, observe_bench, observe_serving, record
 from dayzero.progress import bytes_progress
 
 if TYPE_CHECKING:
@@ -92,7 +93,8 @@ def inspect(store: RunStore, say: Say) -> ModelDescription:
 def plan(store: RunStore, say: Say) -> Plan:
     model = store.read("inspect", ModelDescription)
     options = from_dict(PlanOptions, option_of(store, "plan", {}), source="0_inputs.json: plan options")
-    result = make_plan(model, target_of(store), workload_of(store), options)
+    target = target_of(store)
+    result = make_plan(model, target, workload_of(store), options, corrections=correction_for(target.id, engine=options.engine))
     store.write("plan", result)
     return result
 
@@ -195,6 +197,16 @@ def serving(store: RunStore, say: Say) -> Iterator["ServerProcess"]:
         yield server
 
 
+def learn(observations: tuple[Observation, ...], missing: tuple[str, ...], *, say: Say = lambda text: None) -> None:
+    """Keep what a run showed, for the next plan of this target. A history that cannot be written is told and no more."""
+    try:
+        record(observations)
+    except OSError as error:
+        say(f"what this run showed could not be kept for the next plan: {error}")
+    for text in missing:
+        say(f"not learnt for the next plan: {text}")
+
+
 def engine_info(url: str) -> EngineInfo:
     """The facts of the engine behind a server, from its model list."""
     import httpx
@@ -251,6 +263,8 @@ def serve(store: RunStore, server: "ServerProcess", load_s: float) -> ServingRep
         inputs=store.input_hashes("serve"),
     )
     store.write("serve", report)
+    hashed = store.read("inspect", ModelDescription).source_hash
+    learn(*observe_serving(made, hashed, info, applied=made.corrections))
     return report
 
 
@@ -313,6 +327,9 @@ def bench(store: RunStore, url: str, pids: tuple[int, ...], say: Say) -> BenchRe
     )
     report = replace(report, inputs=store.input_hashes("bench"))
     store.write("bench", report)
+    made = store.read("plan", Plan)
+    hashed = store.read("inspect", ModelDescription).source_hash
+    learn(*observe_bench(made, hashed, report, workload, device=engine.device, applied=made.corrections), say=say)
     return report
 
 

@@ -8,6 +8,8 @@ from dayzero.core.difference import Difference
 from dayzero.core.model import ModelDescription
 from dayzero.core.operator_totals import Totals, operator_totals
 from dayzero.core.records import record_json, to_dict
+from dayzero.core.sized_operators import engine_step
+from dayzero.core.structure import Routing
 
 CACHE_LENGTHS = (8_192, 131_072, 1_048_576)
 CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
@@ -42,6 +44,7 @@ def inspect_summary(
         ],
         "structure": to_dict(model.structure),
         "cache": cache_summary(model),
+        "step": step_summary(model),
         "operators": operators_summary(model),
         "operator_notes": list(dict.fromkeys(
             note for graph in (*(kind.operators for kind in model.layer_kinds), model.outer_operators) for note in graph.notes
@@ -88,7 +91,8 @@ def cache_summary(model: ModelDescription) -> dict[str, Any]:
 
 
 def operators_summary(model: ModelDescription) -> list[dict[str, Any]]:
-    """Distinct operators over the whole model: `flops` and `bytes` are formulas in B, T and C, `..._at_8k` their values."""
+    """Distinct operators over the whole model, as the class is written, in the model's dtype: `flops` and `bytes` are formulas
+    in B, T and C, `..._at_8k` their values. What an engine has to do is `step`."""
 
     def phase(totals: Totals, new_tokens: int) -> dict[str, Any]:
         flops, moved = totals.at(sequences=1, new_tokens=new_tokens, context_tokens=EXAMPLE_TOKENS)
@@ -96,14 +100,22 @@ def operators_summary(model: ModelDescription) -> list[dict[str, Any]]:
 
     return [
         {
-            "name": one.name,
+            "name": one.kind,
             "kind": one.kind,
+            "first_site": one.name,
             "count": max(one.prefill.count, one.decode.count),
             "prefill": phase(one.prefill, EXAMPLE_TOKENS),
             "decode": phase(one.decode, 1),
         }
         for one in operator_totals(model)
     ]
+
+
+def step_summary(model: ModelDescription) -> dict[str, Any]:
+    """One sequence at 8K, as an engine computes it (latents not expanded, routed experts alone, weights as stored)."""
+    costs = {"prefill": engine_step(model, new_tokens=EXAMPLE_TOKENS, context_tokens=EXAMPLE_TOKENS),
+             "decode": engine_step(model, new_tokens=1, context_tokens=EXAMPLE_TOKENS)}  # fmt: skip
+    return {phase: None if cost is None else to_dict(cost) for phase, cost in costs.items()}
 
 
 def corrections(first: ModelDescription, measured: ModelDescription) -> list[dict[str, Any]]:
@@ -117,9 +129,20 @@ def corrections(first: ModelDescription, measured: ModelDescription) -> list[dic
         "num_layers": lambda m: m.dimensions.num_layers,
         "layer_kinds": lambda m: ", ".join(f"{len(kind.layers)} x {kind.name}" for kind in m.layer_kinds),
         "num_experts": lambda m: m.dimensions.num_experts,
+        "checkpoint_bytes": lambda m: m.checkpoint_bytes,
+        "routing": lambda m: "; ".join(_routing(one) for one in m.structure.routing) or "none",
         "dtype": lambda m: m.dtype,
     }  # fmt: skip
+    # Without headers these rest on what releases usually store, in both answers.
+    assumed = () if measured.has_weights else ("mtp_parameters", "checkpoint_bytes")
     return [
-        {"figure": name, "first": read(first), "measured": read(measured), "same": read(first) == read(measured)}
+        {"figure": name, "first": read(first), "measured": read(measured), "same": read(first) == read(measured),
+         "note": "assumed: no tensor headers here" if name in assumed else ""}
         for name, read in figures.items()
-    ]
+    ]  # fmt: skip
+
+
+def _routing(one: Routing) -> str:
+    said = [one.scoring or "unknown", f"{one.experts_per_token} a token"]
+    said += [f"{one.groups_per_token} of {one.groups} groups"] if one.groups > 1 else []
+    return ", ".join(said)

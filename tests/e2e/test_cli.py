@@ -5,11 +5,16 @@ Most rows run in this process through the same way out as the real one (`endings
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import http.server
 import json
 import os
 import shutil
 import signal
 import socket
+import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +25,7 @@ import httpx
 import pytest
 
 from dayzero import stages
+from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Plan
 from dayzero.core.runstore import RunStore
@@ -28,8 +34,11 @@ from tests.e2e.builders import (
     Running,
     ask_all,
     assert_nothing_left,
+    command,
     dayzero,
     dayzero_here,
+    edit_json,
+    environment,
     files_in,
     make_target,
     make_workload,
@@ -387,3 +396,139 @@ def test_inspect_answers_from_keys_alone_and_compares(tmp_path: Path) -> None:
     assert "<svg" in text and "DeepSeek-V3.2" in text and "http" not in text.replace("http://www.w3.org", "")
     ended = dayzero_here("inspect", "http://127.0.0.1:9/model", "--json")
     assert ended.status == 2 and "127.0.0.1" in json.dumps(ended.json["error"])
+
+
+# -- how a command ends ---------------------------------------------------------------------------------------------------
+
+KIMI = Path(__file__).parents[1] / "data" / "configs" / "Kimi-K3"
+
+
+def into(stdout: Any, *arguments: Any) -> tuple[int, str]:
+    done = subprocess.run(command(*arguments), stdout=stdout, stderr=subprocess.PIPE, text=True, env=environment(), check=False)
+    return done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("arguments", [["--json"], [], None])
+def test_output_that_nobody_reads_or_that_has_no_room(arguments: list[str] | None) -> None:
+    """A closed pipe ends quietly, as other programs end; a full disk is told, and neither is a verdict (status 1)."""
+    line = ["--help"] if arguments is None else ["inspect", KIMI, "--provisional", *arguments]
+    read, write = os.pipe()
+    os.close(read)
+    assert into(write, *line) == (141, "")
+    os.close(write)
+    with Path("/dev/full").open("w") as full:
+        status, text = into(full, *line)
+    assert status == 2 and text.startswith("the output cannot be written") and "No space left" in text
+    assert "Traceback" not in text and "did not expect" not in text
+
+
+def test_an_empty_argument_is_not_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(KIMI / "config.json", tmp_path / "config.json")
+    monkeypatch.chdir(tmp_path)
+    rows: list[list[Any]] = [
+        ["inspect", ""], ["inspect", " "], ["inspect", KIMI, "--html="], ["inspect", KIMI, "--against", ""],
+        ["plan", "", "--target", "cpu-local"], ["convert", ".", "--out", ""], ["map", ""],
+    ]  # fmt: skip
+    for row in rows:
+        assert "is empty" in told(dayzero_here(*row, "--json")), row
+    assert "current folder is `.`" in told(dayzero_here("inspect", "", "--json"))
+    assert dayzero_here("inspect", ".", "--provisional", "--json").status == 0
+    assert files_in(tmp_path) == ["config.json"]
+
+
+@pytest.mark.parametrize("address", ["ftp://x/y", "s3://bucket/model", "hf://org/model"])
+def test_an_address_of_another_kind_is_called_one(address: str) -> None:
+    for verb in (["inspect", address], ["inspect", KIMI, "--provisional", "--against", address], ["map", address]):
+        text = told(dayzero_here(*verb, "--json"))
+        assert f"{address} is an address" in text and "download" in text, text
+
+
+@pytest.mark.parametrize(("verb", "words"), [("inspect", "again"), ("plan", "again"), ("adapt", "--resume")])
+def test_an_interruption_names_resume_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, release: Path, target: Path, verb: str, words: str
+) -> None:
+    def interrupted(*given: Any, **more: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for where in ("dayzero.inspection.inspect", "dayzero.planning.asked", "dayzero.pipeline.open_run"):
+        monkeypatch.setattr(where, interrupted)
+    ended = dayzero_here(verb, release, *([] if verb == "inspect" else ["--target", target]), "--json")
+    assert ended.status == 130
+    fix = ended.json["error"]["fix"]
+    assert words in fix and ("--resume" in fix) == (verb == "adapt")
+
+
+# -- answers that are there before an error -------------------------------------------------------------------------------
+
+
+def test_an_error_keeps_the_answers_that_were_there(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dayzero_here("inspect", release, "--json").json
+    ended = dayzero_here("inspect", release, "--against", release / "nowhere", "--json")
+    assert "nowhere" in told(ended) and ended.json["total_parameters"] == whole["total_parameters"]
+    assert ended.json["schema"] == ModelDescription.SCHEMA and ended.json["provisional"] is False
+
+    for error in (DayZeroError("no class", got="x", want="y", fix="z"), RuntimeError("no class")):
+
+        def fails(*given: Any, _error: Exception = error, **more: Any) -> Any:
+            raise _error
+
+        monkeypatch.setattr("dayzero.model.describe.describe_release", fails)
+        ended = dayzero_here("inspect", release, "--json")
+        assert "no class" in told(ended), ended.stderr
+        first = dayzero_here("inspect", release, "--provisional", "--json").json
+        assert ended.json == first | {"error": ended.json["error"]} and first["provisional"]
+
+
+# -- releases at an address -----------------------------------------------------------------------------------------------
+
+
+class Plain(http.server.SimpleHTTPRequestHandler):
+    """The server of Python's own `http.server`, which knows no ranges."""
+
+    def copyfile(self, source: Any, outputfile: Any) -> None:
+        with contextlib.suppress(ConnectionError):  # the client leaves when it sees a whole shard coming, as it must
+            super().copyfile(source, outputfile)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def address(release: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Plain, directory=str(release))) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
+        thread.join()
+
+
+def test_a_server_without_ranges_still_gives_a_description(release: Path, address: str) -> None:
+    local = dayzero_here("inspect", release, "--json").json
+    ended = dayzero_here("inspect", address, "--json")
+    assert ended.status == 0 and ended.json["total_parameters"] == local["total_parameters"], ended.stderr
+    assert not ended.json["has_weights"] and local["has_weights"]
+    (said,) = [one for one in ended.json["problems"] if "safetensors" in one["file"]]
+    assert said["severity"] == "warning" and "ignores Range" in said["detail"]
+
+
+def test_an_address_gives_the_figures_of_the_folder(release: Path, address: str) -> None:
+    for file in (*release.glob("*.safetensors"), release / INDEX):
+        file.unlink()
+    beside = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+    (release / "hf_quant_config.json").write_text(json.dumps(beside))
+    local, remote = (dayzero_here("inspect", where, "--json").json for where in (release, address))
+    assert [group["scheme"] for group in local["quantization"]["groups"].values()] == ["nvfp4", "none"]
+    for key in ("quantization", "checkpoint_bytes", "total_parameters", "layer_kinds"):
+        assert remote[key] == local[key], key
+
+
+def test_code_of_an_address_is_refused_for_the_true_reason(release: Path, address: str) -> None:
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    edit_json(release / "config.json", model_type="toy", auto_map=auto_map)
+    ended = dayzero_here("inspect", address, "--trust-remote-code", "--json")
+    text = told(ended)
+    assert address.rstrip("/") in text and "download the release" in text and "does not exist" not in text
+    assert ended.json["provisional"] is True  # the answer from its keys is there
+    assert dayzero_here("inspect", address, "--json").status == 0

@@ -211,3 +211,20 @@ def test_cf_08_inspect_shows_the_stop_set_of_all_sources(release: Path) -> None:
     assert stops([3, 2], 7) == ([1, 2, 3, 7], [])
     found, problems = stops(2, [99_999])
     assert found == [1, 2] and len(problems) == 1 and "99999" in problems[0]
+
+
+def test_an_index_before_its_shards_is_described_and_planned_and_not_converted(release: Path, target: Path) -> None:
+    for shard in release.glob("*.safetensors"):
+        shard.unlink()
+    answers = ask_all(release, target)
+    assert [answers[verb].status for verb in ("inspect", "plan", "convert")] == [0, 0, 2], answers["inspect"].stderr
+    assert "holds no weights" in told(answers["convert"])
+    (problem,) = answers["inspect"].json["problems"]
+    assert (problem["kind"], problem["severity"]) == ("no_shards", "warning") and "none of the" in problem["detail"]
+
+
+def test_doubtful_settings_of_quantization_are_told(release: Path, config: Callable[..., Ended]) -> None:
+    for settings, words in (("fp8", ["'fp8'", "not an object"]), ({"quant_method": "zorp"}, ["zorp", "not known"])):
+        ended = config(quantization_config=settings)
+        details = [one["detail"] for one in ended.json["problems"]]
+        assert any(all(word in detail for word in words) for detail in details), (settings, ended.json["problems"])

@@ -20,6 +20,7 @@ from dayzero.core.plan import Layout
 from dayzero.core.sharding import box_elements, rank_boxes
 from dayzero.model.classes import build_model
 from dayzero.model.describe import describe
+from dayzero.model.provisional import provisional
 from dayzero.model.release import INDEX, open_release
 from dayzero.model.resolve import Resolved, read_config, resolve
 from tests.tiny.overrides import REQUIRED_TYPES
@@ -475,3 +476,48 @@ def test_cf_10_a_tokenizer_larger_than_the_embedding_is_an_error_here(tiny_check
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     problem = next(problem for problem in describe(folder).problems if problem.kind == "tokenizer_larger")
     assert problem.severity == "error" and str(added["id"]) in problem.detail
+
+
+def test_keys_that_the_class_overrules_are_told_with_both_answers(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "DeepSeek-V3", moe_layer_freq=2, scoring_func="softmax")
+    found = describe(folder, operators=True)
+    told = {item.detail.partition(" ")[0]: item.detail for item in found.problems if item.kind == "key_overruled"}
+    assert set(told) == {"moe_layer_freq", "scoring_func"}
+    assert "says softmax" in told["scoring_func"] and "does sigmoid" in told["scoring_func"]
+    assert "dense in 32 layers" in told["moe_layer_freq"] and "dense in 3 layers (0-2)" in told["moe_layer_freq"]
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_keys_that_agree_with_the_class_are_not_told(name: str) -> None:
+    assert [item for item in full_size(name).problems if item.kind in ("key_overruled", "keys_not_compared")] == []
+
+
+def test_a_first_answer_that_fails_breaks_no_description(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def failing(*_: object) -> ModelDescription:
+        raise ValueError("no second opinion")
+
+    monkeypatch.setattr("dayzero.model.contradictions.provisional", failing)
+    found = describe(write_config(tmp_path, "Meta-Llama-3.1-8B", flux_gate=3))
+    assert found.total_parameters == 8030261248
+    assert ["no second opinion" in item.detail for item in found.problems if item.kind == "keys_not_compared"] == [True]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rope_theta": 0}, {"rms_norm_eps": float("nan")}, {"text_config": "hi"}, {"architectures": "LlamaForCausalLM"},
+     {"num_nextn_predict_layers": 1_000_000}],
+    ids=str,
+)  # fmt: skip
+def test_both_answers_refuse_what_no_model_can_have(tmp_path: Path, changes: dict[str, Any]) -> None:
+    folder, (key,) = write_config(tmp_path, "Meta-Llama-3.1-8B", **changes), changes
+    for answer in (describe, lambda place: provisional(open_release(place))):
+        with pytest.raises(DayZeroError, match=f"{key} is not usable"):
+            answer(folder)
+
+
+def test_a_class_named_that_is_not_the_types_is_told_in_both_answers(tmp_path: Path) -> None:
+    folder = write_config(tmp_path, "Meta-Llama-3.1-8B", architectures=["FooForCausalLM"])
+    for found in (describe(folder), provisional(open_release(folder))):
+        told = [item.detail for item in found.problems if item.kind == "architecture"]
+        assert len(told) == 1 and "FooForCausalLM" in told[0] and "'llama'" in told[0]
+    assert not [item for item in full_size("Meta-Llama-3.1-8B").problems if item.kind == "architecture"]

@@ -105,6 +105,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[Compared]:
         if len(found) > 1:
             rho = spearman([row.measured for row in found], [row.predicted for row in found])
             print(f"{name:48}{len(found)} rows, rank correlation {rho:.2f}", file=sys.stderr)
+    inside = sum(row.low <= row.measured <= row.high for row in rows)
+    print(f"measured inside the predicted range: {inside} of {len(rows)}", file=sys.stderr)
     whole = spearman([row.measured for row in rows], [row.predicted for row in rows])
     worst = max(rows, key=lambda row: max(row.predicted / row.measured, row.measured / row.predicted))
     print(f"all {len(rows)} rows: rank correlation {whole:.3f}; worst: {worst.group} {worst.layout}, predicted "

@@ -13,6 +13,9 @@ from dayzero.model.config_keys import (
     quantization_summary,
     stop_tokens,
 )
+from dayzero.model.estimate import estimate
+from dayzero.model.keys.sound import CONTROL, config_doubts
+from dayzero.model.known_keys import known_elsewhere
 
 YARN = {"rope_type": "yarn", "factor": 4.0}
 
@@ -156,3 +159,90 @@ def test_quantization_is_summed_up_in_strings() -> None:
     packed = {"text_config": {"quantization_config": {"quant_method": "compressed-tensors", "config_groups": groups}}}
     assert quantization_summary(packed)["group_0.weights"] == "int4 group 32"
     assert quantization_summary({}) == {}
+
+
+# Values that no model can have are refused by name, wherever they stand; see keys/sound.py.
+PLAIN: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 100, "intermediate_size": 128,
+}  # fmt: skip
+MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    ({"rope_theta": 0}, "rope_theta"),
+    ({"rope_theta": -1e4}, "rope_theta"),
+    ({"rope_theta": "1e4"}, "rope_theta"),
+    ({"rope_theta": float("nan")}, "rope_theta"),
+    ({"rope_theta": {"__float__": "Infinity"}}, "rope_theta"),
+    ({"rope_parameters": {"full_attention": {"rope_theta": 0}}}, "rope_parameters.full_attention.rope_theta"),
+    ({"vision_config": {"rope_theta": 0.0}}, "vision_config.rope_theta"),
+    ({"layer_rope_theta": [0, 0, 0, 0]}, "layer_rope_theta"),
+    ({"layer_rope_theta": [1e4, -1, 0, 1e4]}, "layer_rope_theta"),
+    ({"rms_norm_eps": float("inf")}, "rms_norm_eps"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": float("inf")}}, "rope_scaling.factor"),
+    ({"time_step_limit": [0.0, float("nan")]}, "time_step_limit"),
+    ({"hidden_size": 64.0}, "hidden_size"),
+    ({"text_config": "hi"}, "text_config"),
+    ({"vision_config": [1]}, "vision_config"),
+    ({"architectures": "SomeForCausalLM"}, "architectures"),
+    ({"architectures": [3]}, "architectures"),
+    ({"model_type": "a\x1b[31mb"}, "model_type"),
+    ({"note": "a\u202eb"}, "note"),
+    ({"a\x07b": 1}, "a\\x07b"),
+    ({"a\nb": 1}, "a\\nb"),
+    (MIXTURE | {"num_experts_per_tok": 9}, "num_experts_per_tok"),
+    (MIXTURE | {"n_group": 3}, "n_group"),
+    (MIXTURE | {"n_group": 4, "topk_group": 5}, "topk_group"),
+    (MIXTURE | {"n_group": 8, "topk_group": 1}, "topk_group"),
+    ({"num_nextn_predict_layers": 1_000_000}, "num_nextn_predict_layers"),
+    ({"num_mtp_modules": 500, "mtp_transformer_layers": 500}, "num_mtp_modules"),
+]
+
+
+@pytest.mark.parametrize("change, key", IMPOSSIBLE, ids=[ascii(row[0])[:50] for row in IMPOSSIBLE])
+def test_what_no_model_can_have_is_refused_by_name(change: dict[str, Any], key: str) -> None:
+    with pytest.raises(DayZeroError) as raised:
+        estimate(PLAIN | change, "bfloat16")
+    assert raised.value.what == f"config.json: {key} is not usable"
+    assert not CONTROL.search(str(raised.value))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"time_step_limit": [0.0, float("inf")]},
+        {"time_step_limit": [0.0, {"__float__": "Infinity"}]},
+        {"layer_rope_theta": [1e4, 0, 1e4, 0]},
+        {"rope_theta": None, "text_config": None, "architectures": None},
+        {"chat_template": "a\n\tb\r\nc"},
+        MIXTURE | {"n_group": 4, "topk_group": 2},
+        MIXTURE | {"n_group": 0, "topk_group": None},
+        MIXTURE | {"num_experts_per_tok": 10, "zero_expert_num": 4},
+        {"num_experts": 1, "num_experts_per_tok": 2},
+        {"num_nextn_predict_layers": 3},
+    ],
+    ids=ascii,
+)
+def test_what_a_model_can_have_is_not_refused(change: dict[str, Any]) -> None:
+    assert estimate(PLAIN | change, "bfloat16").total_parameters > 0
+    assert config_doubts(PLAIN | change) == []
+
+
+def test_a_size_given_twice_and_not_alike_is_told() -> None:
+    (told,) = config_doubts(PLAIN | {"text_config": PLAIN | {"num_hidden_layers": 8}})
+    assert "num_hidden_layers is 4 at the top and 8 in text_config" in told.detail and told.severity == "warning"
+    assert config_doubts(PLAIN | {"text_config": dict(PLAIN)}) == []
+
+
+def test_new_keys_that_are_english_words_are_new() -> None:
+    assert not any(known_elsewhere(word) for word in ("memory", "residual", "compute", "sparsity", "attn_res_block_size"))
+    known = (
+        "hidden_size",
+        "n_embd",
+        "scoring_func",
+        "moe_layer_freq",
+        "rope_theta",
+        "kda_layers",
+        "n_group",
+        "dropout",
+        "gating",
+    )
+    assert all(known_elsewhere(word) for word in known)

@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from dayzero.core.difference import difference
 from dayzero.core.model import OperatorGraph, OperatorNode
 from dayzero.core.operator_totals import operator_totals
+from dayzero.core.sized_operators import engine_step
 from dayzero.core.structure import QuantizationGroup, Routing, Structure
 from dayzero.summaries import corrections, inspect_summary
 from tests.unit.plan_builders import make_latent_moe_model
@@ -65,10 +68,32 @@ def test_operators_of_all_layers_are_added_up():
     assert linear.prefill.at(sequences=2, new_tokens=3, context_tokens=3) == (36 * layers + 6, 16 * layers + 5)
     assert attention.prefill.at(sequences=1, new_tokens=100, context_tokens=100)[0] == 800 * layers
     listed = {one["kind"]: one for one in inspect_summary(model)["operators"]}
-    assert listed["linear"]["count"] == 2 * layers + 1 and listed["linear"]["name"].startswith(first.name)
+    assert listed["linear"]["count"] == 2 * layers + 1 and listed["linear"]["first_site"].startswith(first.name)
 
 
 def test_a_first_answer_is_confirmed_or_corrected_line_by_line():
     first = make_latent_moe_model(**SMALL)
     told = {one["figure"]: one for one in corrections(first, replace(first, active_parameters=first.active_parameters + 1))}
     assert not told["active_parameters"]["same"] and told["total_parameters"]["same"] and told["layer_kinds"]["same"]
+
+
+def test_what_an_engine_does_is_each_active_matrix_once_and_the_cache():
+    """Latents are not expanded, idle experts not read; weights count as the release stores them."""
+    model = make_latent_moe_model(**SMALL)
+    dims = model.dimensions
+    near = engine_step(model, new_tokens=1, context_tokens=1)
+    far = engine_step(model, new_tokens=1, context_tokens=1025)
+    assert near is not None and far is not None
+    attention = 2 * dims.num_attention_heads * (2 * 512 + 64) * dims.num_layers
+    assert far.flops - near.flops == 1024 * attention
+    matrices = sum(model.parameters_by_role[role] for role in ("attention", "mlp", "shared_expert", "router", "head") if role in model.parameters_by_role)
+    used = model.parameters_by_role["expert"] * dims.num_experts_per_token / dims.num_experts
+    assert near.flops == pytest.approx(2 * (matrices + used) + attention, rel=1e-3)
+    assert far.other_bytes == model.cache_bytes(1025)
+    half = replace(
+        model,
+        parameters=tuple(replace(one, group="g" if one.role == "expert" else "none") for one in model.parameters),
+        quantization_groups=(QuantizationGroup(name="g", scheme="fp8", weight_bits=8, parameters=100, num_bytes=100),),
+    )
+    saved = near.weight_bytes - engine_step(half, new_tokens=1, context_tokens=1).weight_bytes
+    assert saved == pytest.approx(used, rel=1e-3)  # one byte less for each parameter of an expert that is read

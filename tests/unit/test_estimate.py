@@ -325,3 +325,44 @@ def test_operators_from_keys_multiply_each_active_matrix_once(name: str) -> None
         )
         assert flops == pytest.approx(2 * (guess.active_parameters - no_matrix), rel=2e-3)
     assert all(graph.notes for graph, _ in graphs)
+
+
+@pytest.mark.parametrize(
+    "word", ["quantum_attention", "fullness", "hybrid_quantum", "linear_quantum", "quantum_sparse_attention"]
+)
+def test_a_word_that_only_contains_a_known_one_is_not_known(word: str) -> None:
+    guess = estimate({**DENSE, "layer_types": [word, "full_attention"] * 2}, "bfloat16")
+    assert kinds(guess) == {"full+dense": 4}
+    assert f"what a layer of kind {word!r} is: it is counted as full attention" in words(guess)
+
+
+def test_words_of_transformers_lists_are_known() -> None:
+    from dayzero.model.known_keys import known_layer_words
+
+    sizes = {
+        "mamba_d_state": 4, "sliding_window": 8, "attention_chunk_size": 8, "linear_num_heads": 4, "linear_head_dim": 16,
+        "head_dim": 16,
+    }  # fmt: skip
+    assert len(known_layer_words()) > 12
+    for word in sorted(known_layer_words() - {"sparse", "dense", "moe"}):
+        told = words(estimate({**DENSE, **sizes, "layer_types": [word] * 4}, "bfloat16"))
+        assert "what a layer of kind" not in told, word
+
+
+def test_other_words_that_mean_nothing_known_are_said_or_refused() -> None:
+    told = words(estimate({**DENSE, **MIXTURE, "mlp_layer_types": ["dense", "quantum", "sparse", "moe"]}, "bfloat16"))
+    assert "what a feed-forward of kind 'quantum' is: it is counted as experts" in told
+    with pytest.raises(DayZeroError, match="sliding_window_pattern"):
+        estimate({**DENSE, "sliding_window": 8, "sliding_window_pattern": "LQG"}, "bfloat16")
+
+
+def test_a_list_where_one_number_is_usual_is_told() -> None:
+    assert "whether num_attention_heads may be a list" in words(estimate({**DENSE, "num_attention_heads": [4] * 4}, "bfloat16"))
+    assert "may be a list" not in words(estimate(DENSE, "bfloat16"))
+
+
+def test_layers_without_keys_see_no_number_of_them() -> None:
+    sizes = {"linear_num_heads": 4, "linear_head_dim": 16, "mamba_d_state": 4}
+    types = ["linear_attention", "full_attention", "mamba", "full_attention"]
+    guess = estimate({**DENSE, **sizes, "layer_types": types}, "bfloat16")
+    assert guess.structure.visible_tokens == {"full+dense": 0}

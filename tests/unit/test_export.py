@@ -12,6 +12,7 @@ import yaml
 from plan_builders import make_dense_model, make_latent_moe_model, make_target
 
 from dayzero.core.errors import DayZeroError
+from dayzero.core.model import CacheSpec
 from dayzero.core.plan import Layout, LedgerLine, MemoryLedger, Plan, Pool
 from dayzero.core.units import GIB
 from dayzero.plan.export import asked, export, refusal
@@ -131,13 +132,13 @@ def test_degrees_and_sizes_of_the_second_engine(tmp_path):
     assert given["mem_fraction_static"] == 0.8
 
 
-def test_a_ledger_that_followed_an_engine_bounds_the_whole_step_by_the_chunk(monkeypatch):
-    plan, model = make_plan_record(Layout(tp=8)), make_latent_moe_model(name="toy")
-    monkeypatch.setattr(asked, "memory_model", lambda plan: "vllm")
+def test_a_ledger_that_followed_an_engine_bounds_the_whole_step_by_the_chunk():
+    plan, model = make_plan_record(Layout(tp=8), engine="vllm"), make_latent_moe_model(name="toy")
     assert yaml.safe_load(export(plan, model, make_card(), "vllm")["vllm.yaml"])["max-num-batched-tokens"] == 2048
     assert "plan with --engine sglang" in export(plan, model, make_card(), "sglang")["NOTES.md"]
-    monkeypatch.setattr(asked, "memory_model", lambda plan: "dayzero")
-    assert yaml.safe_load(export(plan, model, make_card(), "vllm")["vllm.yaml"])["max-num-batched-tokens"] == 2048 + 63
+    own = export(replace(plan, engine="dayzero"), model, make_card(), "vllm")
+    assert yaml.safe_load(own["vllm.yaml"])["max-num-batched-tokens"] == 2048 + 63
+    assert "follows the memory model of dayzero: plan with --engine vllm" in own["NOTES.md"]
 
 
 def test_decode_context_parallelism():
@@ -155,7 +156,7 @@ def test_a_plan_that_partly_shards_experts_is_refused_where_there_is_no_option()
     layout = Layout(tp=4, dp=4, ep=8, stages=((0, 61),))
     with pytest.raises(DayZeroError, match="divide experts over 8 of a stage's 16") as error:
         export(make_plan_record(layout), make_latent_moe_model(), make_card(), "vllm")
-    assert "--ep 16" in error.value.fix
+    assert "--tp 4 --pp 1 --dp 4 --cp 1 --dcp 1 --ep 16 " in error.value.fix  # --ep alone divides no other layout's ranks
 
 
 REFUSED = [
@@ -349,6 +350,68 @@ def test_sequence_parallelism_is_asked_for_where_a_version_has_it():
     plugin = export(plan, model, make_card("vllm-ascend"), "vllm-ascend")
     assert yaml.safe_load(plugin["vllm-ascend.yaml"])["additional-config"] == {"enable_flashcomm1": True}
     assert "sequence parallelism is not asked for" in export(plan, model, make_card(), "sglang")["NOTES.md"]
+
+
+def test_sequence_parallelism_is_left_out_where_an_engine_would_not_start_with_it():
+    """The plugin asserts tp > 1, and whole experts where there are experts; nothing else of the plan may change."""
+    model, card = make_latent_moe_model(), make_card("vllm-ascend")
+    for layout, told in ((Layout(tp=8, sp=True), True), (Layout(dp=8, ep=8, sp=True), False)):
+        files = export(make_plan_record(layout), model, card, "vllm-ascend")
+        assert "additional-config" not in files["vllm-ascend.yaml"]
+        assert ("has it with whole experts only; results are the same" in files["NOTES.md"]) is told
+        plain = export(make_plan_record(replace(layout, sp=False)), model, card, "vllm-ascend")
+        assert files["vllm-ascend.yaml"] == plain["vllm-ascend.yaml"]
+    dense = export(make_plan_record(Layout(tp=4, sp=True)), make_dense_model(), card, "vllm-ascend")
+    assert yaml.safe_load(dense["vllm-ascend.yaml"])["additional-config"] == {"enable_flashcomm1": True}
+
+
+def with_mixer(model, **changes):
+    return replace(model, layer_kinds=tuple(replace(kind, **changes) for kind in model.layer_kinds))
+
+
+STATE = CacheSpec(kind="state", name="states", dtype="bfloat16", elements_per_sequence=64)
+
+
+def test_context_parallelism_beside_windows_states_and_indexers():
+    """The same caches are divided where every layer keeps all tokens, so the refusal is about the windows and states."""
+    inside = Layout(tp=8, cp=2, cp_in_tp=2)
+    plain, windowed = (make_dense_model(heads=32, kv_heads=4, window=window) for window in (None, 128))
+    assert "dcp=2" not in (refusal(inside, plain, make_card(), "vllm") or "")
+    assert "--decode-context-parallel-size 2" in export(make_plan_record(inside), plain, make_card(), "vllm")["commands.txt"]
+    for engine in ("vllm", "vllm-ascend"):
+        assert "model with windows" in refusal(inside, windowed, make_card(engine), engine)
+        with pytest.raises(DayZeroError, match="model with windows") as error:
+            export(make_plan_record(inside), windowed, make_card(engine), engine)
+        assert "--dcp 1" in error.value.fix
+        assert refusal(Layout(tp=8), windowed, make_card(engine), engine) is None
+    stateful = with_mixer(plain, cache=(*plain.layer_kinds[0].cache, STATE))
+    assert "layers that keep a state" in export(make_plan_record(inside), stateful, make_card(), "vllm")["NOTES.md"]
+    assert "layers keep states" in refusal(Layout(tp=8, cp=2), stateful, make_card(), "vllm")
+    sparse, card = with_mixer(make_latent_moe_model(), mixer="sparse_latent"), make_card("vllm-ascend")
+    assert "part of the tensor-parallel ranks" in refusal(inside, sparse, card, "vllm-ascend")
+    assert refusal(Layout(tp=8, cp=8, cp_in_tp=8), sparse, card, "vllm-ascend") is None
+    assert refusal(inside, sparse, make_card(), "vllm") is None
+
+
+def test_pools_that_divide_the_cache_hand_over_whole_blocks():
+    """The plugin asserts that runs of tokens on one rank are as long as its blocks when caches are handed over."""
+    inside = Layout(tp=8, cp=8, cp_in_tp=8)
+    pools = (Pool(role="prefill", layout=inside), Pool(role="decode", layout=inside))
+    files = export(make_plan_record(inside, pools=pools), make_latent_moe_model(), make_card("vllm-ascend"), "vllm-ascend")
+    assert yaml.safe_load(files["decode/vllm-ascend.yaml"])["cp-kv-cache-interleave-size"] == 128
+    mixed = export(make_plan_record(inside), make_latent_moe_model(), make_card("vllm-ascend"), "vllm-ascend")
+    assert "interleave" not in mixed["vllm-ascend.yaml"]
+
+
+def test_a_placement_is_told_only_where_it_would_lie_on_other_links():
+    moved = ("pp", "tp", "cp", "dp")
+    small, large = Layout(tp=4, pp=2, placement=moved), Layout(tp=8, pp=2, placement=moved)
+    for engine in ENGINES:
+        told = [export(make_plan_record(one), make_latent_moe_model(), make_card(engine), engine) for one in (small, large)]
+        assert "innermost first" not in told[0]["NOTES.md"] and "the plan placed them pp, tp" in told[1]["NOTES.md"]
+        plain = export(make_plan_record(Layout(tp=8, pp=2)), make_latent_moe_model(), make_card(engine), engine)
+        assert "innermost first" not in plain["NOTES.md"]
+        assert plain["commands.txt"] == told[1]["commands.txt"]
 
 
 def test_what_is_left_to_the_engine_is_written_down():

@@ -401,3 +401,41 @@ def test_the_source_hash_follows_settings_headers_and_sizes(tmp_path: Path) -> N
     header, size = make_header({"layers.0.a.weight": ("F16", [8, 8]), "layers.0.b.weight": ("BF16", [8, 8])})
     make_file(folder / SHARDS[0], header, size)
     assert len({first, second, open_release(folder).source_hash}) == 3
+
+
+def test_an_index_whose_shards_are_all_absent_is_a_release_without_weights(tmp_path: Path) -> None:
+    folder = make_release(tmp_path / "m")
+    for shard in SHARDS:
+        (folder / shard).unlink()
+    release = open_release(folder)
+    problem = the_problem(release, "no_shards")
+    assert problem.severity == "warning" and "4 files" in problem.detail and not release.errors and not release.has_weights
+    with pytest.raises(DayZeroError, match="holds no weights"):
+        release.require_weights()
+    (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")  # weights that are there and not read stay an error
+    assert the_problem(open_release(folder), "pickle_checkpoint").severity == "error"
+    (folder / "pytorch_model.bin").unlink()
+    header, size = make_header({"a": ("BF16", [8])})
+    make_file(folder / "other.safetensors", header, size)  # another download than the index is of
+    assert kinds(open_release(folder)).count("missing_file") == 4
+    (folder / "other.safetensors").unlink()
+    (folder / SHARDS[0]).symlink_to("nowhere")  # so does a link to nothing: it was there
+    assert "no_shards" not in kinds(open_release(folder))
+
+
+def test_settings_of_quantization_that_are_doubtful_are_told_by_every_reader(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8, "quantization_config": "fp8"}))
+    before = open_release(tmp_path).source_hash
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "zorp"}}))
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = [problem for problem in open_release(path).problems if problem.kind.startswith("quantization")]
+        assert [problem.severity for problem in found] == ["warning", "warning"] and "zorp" in found[1].detail
+        assert [problem.file for problem in found] == ["config.json", "hf_quant_config.json"]
+    assert open_release(tmp_path).source_hash != before  # it decides what the bytes mean
+
+
+@pytest.mark.parametrize("address", ["ftp://x/y", "s3://x/y", "http://x/y", "file:///x/y"])
+def test_an_address_is_called_one_and_keeps_its_slashes(address: str) -> None:
+    with pytest.raises(DayZeroError, match="is an address") as caught:
+        open_release(Path(address))
+    assert caught.value.what.startswith(address.replace("///", "//")) and "download" in caught.value.fix

@@ -15,7 +15,10 @@ import pytest
 from dayzero.core.errors import DayZeroError
 from dayzero.model.release import Release, open_release
 from dayzero.model.remote import release as remote_release
+from dayzero.model.remote.code import tokenizer_needs_code
 from dayzero.model.remote.release import FIRST_BYTES, is_address, open_remote_release
+from dayzero.model.remote.sandbox import describe_in_sandbox
+from dayzero.model.stored.quantization import settings_beside
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 DATA_BYTES = 1 << 20  # of each shard, against headers of about a kilobyte
@@ -211,7 +214,10 @@ def test_a_bad_index_is_a_problem_and_a_bad_config_an_error(served: tuple[Path, 
     assert f"{server.address}config.json is not" in refusal(server.address)
 
 
-def test_a_server_without_ranges_is_refused_before_a_shard_is_sent(served: tuple[Path, Server]) -> None:
+@pytest.mark.parametrize("told", [True, False])
+def test_a_server_without_ranges_is_described_from_its_config_before_a_shard_is_sent(
+    served: tuple[Path, Server], told: bool
+) -> None:
     _, server = served
     started: list[int] = []
 
@@ -219,7 +225,8 @@ def test_a_server_without_ranges_is_refused_before_a_shard_is_sent(served: tuple
         if not name.endswith(".safetensors"):
             return False
         handler.send_response(200)
-        handler.send_header("Content-Length", str(1 << 40))
+        if told:
+            handler.send_header("Content-Length", str(1 << 40))
         handler.end_headers()
         try:
             for _ in range(1000):
@@ -230,7 +237,13 @@ def test_a_server_without_ranges_is_refused_before_a_shard_is_sent(served: tuple
         return True
 
     server.behave = whole
-    assert "ignores Range" in refusal(server.address, workers=1)
+    found = open_remote_release(server.address, workers=1)
+    (problem,) = found.problems
+    assert problem.kind == "not_read" and problem.severity == "warning" and problem.file == SHARDS[0]
+    assert "ignores Range" in problem.detail and "not read" in problem.detail
+    assert found.config["hidden_size"] == 8 and found.generation_config and not found.has_weights and found.shards == {}
+    with pytest.raises(DayZeroError, match="holds no weights"):
+        found.require_weights()
     time.sleep(0.1)
     assert sum(started) < 32 << 20  # what sockets buffer, of a terabyte
 
@@ -317,3 +330,54 @@ def test_sizes_that_no_file_has_and_headers_past_the_limit(served: tuple[Path, S
     assert "cannot be read" in refusal(server.address)
     said.update(size=1 << 40, length=1 << 35)
     assert f"a header of {1 << 35} bytes" in refusal(server.address)
+
+
+def test_one_shard_without_ranges_leaves_no_half_of_the_weights(served: tuple[Path, Server]) -> None:
+    _, server = served
+    server.behave = lambda handler, name, place: (
+        name == SHARDS[1] and (handler.answer(name, 200, place.read_bytes()) or True)
+    )
+    found = open_remote_release(server.address, workers=1)
+    assert [problem.kind for problem in found.problems] == ["not_read"] and found.tensors == {}
+
+
+def test_every_settings_file_is_read_as_in_the_folder(served: tuple[Path, Server]) -> None:
+    """The settings file beside the config decides the bytes; without it the address gives other figures than the folder."""
+    folder, server = served
+    written = {"producer": {}, "quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(written))
+    local, remote = open_release(folder), open_remote_release(server.address)
+    assert settings_beside(remote) == settings_beside(local) == written
+    assert replace(remote, folder=local.folder) == local
+    (folder / "hf_quant_config.json").write_text("{")
+    assert "settings_json" in kinds(open_release(folder)) & kinds(open_remote_release(server.address))
+
+
+def test_a_tokenizer_that_is_not_fetched_is_told(served: tuple[Path, Server]) -> None:
+    folder, server = served
+    (folder / "tokenizer.json").write_text(json.dumps({"padding": "x" * (1 << 16)}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"auto_map": {"AutoTokenizer": ["own.Tokenizer", None]}}))
+    found = open_remote_release(server.address)
+    (problem,) = found.problems
+    assert (problem.kind, problem.severity, problem.file) == ("not_read", "warning", "tokenizer.json")
+    assert server.sent["tokenizer.json"] == FIRST_BYTES
+    assert tokenizer_needs_code(found) is None  # there is a tokenizer.json to read instead
+
+
+def test_without_its_shards_a_server_holds_no_weights(served: tuple[Path, Server]) -> None:
+    folder, server = served
+    for shard in SHARDS:
+        (folder / shard).unlink()
+    found = open_remote_release(server.address)
+    assert [(problem.kind, problem.severity) for problem in found.problems] == [("no_shards", "warning")]
+
+
+def test_code_of_an_address_is_never_run_and_the_reason_is_true(served: tuple[Path, Server]) -> None:
+    folder, server = served
+    auto_map = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    (folder / "config.json").write_text(json.dumps({"model_type": "toy", "auto_map": auto_map}))
+    (folder / "own.py").write_text("raise SystemExit")
+    with pytest.raises(DayZeroError, match="is not run") as caught:
+        describe_in_sandbox(open_remote_release(server.address).folder)
+    assert server.address.rstrip("/") in caught.value.got and "download" in caught.value.fix
+    assert not any(name.endswith(".py") for name, _ in server.asked)

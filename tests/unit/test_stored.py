@@ -12,6 +12,7 @@ from dayzero.core.model import Parameter
 from dayzero.core.units import DTYPE_BITS
 from dayzero.model.estimate import estimate
 from dayzero.model.stored import assignment, checkpoint_bytes, estimated_parameters, quantization_groups
+from dayzero.model.stored.doubts import quantization_doubts
 from dayzero.model.stored.drafts import announced, draft_block
 from dayzero.model.stored.quantization import NVFP4, Storage, quantization_settings, read_quantization
 
@@ -324,3 +325,72 @@ def test_only_what_is_announced_is_counted() -> None:
     assert stated.parameters == ()
     word = draft_block({}, make_model(), num_layers=2, ignorable=[r"^mtp.*"])
     assert word.parameters == () and "would add" in word.notes[0]
+
+
+# What is doubtful.
+
+NVFP4_BESIDE = {"quantization": {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}}
+
+
+def doubts(config: dict[str, Any], beside: dict[str, Any] | None = None) -> list[str]:
+    found = quantization_doubts(config, beside)
+    assert all(problem.severity == "warning" and problem.file for problem in found)
+    return [f"{problem.kind}: {problem.detail}" for problem in found]
+
+
+def test_settings_that_contradict_are_told_and_the_first_is_used() -> None:
+    config = make_config(FP8)
+    (told,) = doubts(config, NVFP4_BESIDE)
+    assert told.startswith("quantization_differs") and "fp8-block 128x128" in told and "nvfp4" in told
+    assert "quantization_config is used" in told and read_quantization(config, NVFP4_BESIDE).rules[0].name == "fp8"
+    nested = {"text_config": {"quantization_config": {**FP8, "weight_block_size": [64, 64]}}}
+    (told,) = doubts({**config, **nested})
+    assert "text_config.quantization_config says fp8-block 64x64" in told
+    same = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
+    assert doubts(make_config(same), NVFP4_BESIDE) == []
+    (told,) = doubts(make_config({**same, "ignore": ["lm_head", "*.self_attn.*"]}), NVFP4_BESIDE)
+    assert "except other modules (*.self_attn.*)" in told
+
+
+@pytest.mark.parametrize("value", ["fp8", ["fp8"], 8, True])
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
+def test_settings_in_another_form_than_an_object_are_told(key: str, value: Any) -> None:
+    (told,) = doubts({"hidden_size": 8, "text_config": {key: value}})
+    assert f"text_config.{key} is {value!r}" in told and "nothing of it is read" in told
+    assert doubts({key: None}) == doubts({key: {}}) == []
+    assert len(doubts({}, {"quantization": value})) == 1 and len(doubts({}, {"quant_algo": "NVFP4"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "word"),
+    [
+        ({"quant_method": "zorp"}, "zorp"),
+        ({**FP8, "weight_block_size": [0, 128]}, "[0, 128]"),
+        ({**FP8, "weight_block_size": [128]}, "[128]"),
+        ({**FP8, "weight_block_size": [True, 128]}, "[True, 128]"),
+        ({**FP8, "weight_block_size": "128"}, "'128'"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 0}, "group size 0"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ", "group_size": -128}, "group size -128"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group size 0"),
+        ({"quant_method": "awq", "bits": 4, "group_size": True}, "group size True"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int",
+          "group_size": 0}}}}, "'group_size': 0"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8, "type": "float",
+          "strategy": "block", "block_structure": "0x128"}}}}, "0x128"),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": {
+          "model.layers.0.self_attn.q_proj": {"quant_algo": "NVFP4", "group_size": 0}}}, "group size 0"),
+    ],
+)  # fmt: skip
+def test_formats_that_are_none_are_told_and_never_priced_as_another(settings: dict[str, Any], word: str) -> None:
+    config = make_config(settings)
+    assert any(word in text and "bytes cannot be told" in text for text in doubts(config)), doubts(config)
+    assert checkpoint_bytes(quantization_groups(config, make_model(1))) is None
+
+
+def test_what_is_assumed_is_told() -> None:
+    assert any("one scale per matrix is assumed" in text for text in doubts(make_config({"quant_method": "fp8"})))
+    assert doubts(make_config({"quant_method": "fp8", "weight_block_size": None})) == []
+    assert any("nothing is said" in text for text in doubts(make_config({"quant_method": "compressed-tensors"})))
+    whole_rows = {"num_bits": 8, "type": "int", "group_size": -1}
+    config = make_config({"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": whole_rows}}})
+    assert read_quantization(config).rules[0].storage.block == (1, 0) and doubts(config) == []

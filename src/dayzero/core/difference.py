@@ -78,11 +78,11 @@ def _structure(model: ModelDescription) -> Facts:
     for place, routing in enumerate(structure.routing):
         name = "routing" if len(structure.routing) == 1 else f"routing {place}"
         found |= {f"{name} {item.name}": _said(getattr(routing, item.name)) for item in fields(routing)
-                  if item.name not in ("evidence", "default_keys")}  # fmt: skip
+                  if item.name not in ("evidence", "default_keys", "layer_kinds")}  # fmt: skip
     for place, encoding in enumerate(structure.positions):
-        name = "positions" if len(structure.positions) == 1 else f"positions {place}"
+        name = f"positions {encoding.module or place}"
         found |= {f"{name} {item.name}": _said(getattr(encoding, item.name)) for item in fields(encoding)
-                  if item.name not in ("evidence", "inverse_frequencies", "module")}  # fmt: skip
+                  if item.name not in ("evidence", "inverse_frequencies", "module", "layer_kinds")}  # fmt: skip
     for forward in structure.feed_forwards:
         found[f"feed-forward {_pattern(forward.module)}"] = f"{forward.activation or '?'}, gate and up {forward.layout or '?'}"
     for norm in structure.norms:
@@ -150,10 +150,11 @@ def _has_sources(model: ModelDescription) -> bool:
 
 def _quantization(model: ModelDescription) -> Facts:
     found = {"dtype": model.dtype}
+    found |= {} if model.checkpoint_bytes is None else {"checkpoint": format_bytes(model.checkpoint_bytes)}
     for group in model.quantization_groups:
         block = f", block {'x'.join(map(str, group.block))}" if group.block else ""
         found[f"group {group.name}"] = f"{group.scheme}, {group.weight_bits:g} bits{block}, scales {_said(group.scale_dtype)}"
-    return found | {key: value for key, value in model.quantization.items() if not model.quantization_groups}
+    return found | {f"key {key}": value for key, value in model.quantization.items()}
 
 
 def _keys(model: ModelDescription) -> Facts:

@@ -136,7 +136,8 @@ def parse_layout(text: str) -> Layout:
                 fix="correct that part",
             )
     dcp = degrees.pop("dcp", 1)
-    return Layout(**{**degrees, "cp": degrees.get("cp", 1) * dcp}, cp_in_tp=dcp, sp=sp)
+    tp, pp, dp, cp, ep = (degrees.get(axis, 1) for axis in AXES)
+    return Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=sp)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -305,5 +306,8 @@ class Plan:
     rests_on: tuple[str, ...] = ()  # target figures the answer depends on, with their confidence
     links: tuple[str, ...] = ()  # which axis lies on which link
     objective: str = "throughput"
+    engine: str = "dayzero"  # whose memory model the ledger follows
+    corrections: dict[str, float] = field(default_factory=dict)  # category -> ratio that earlier runs on the target taught
+    frontier: tuple[FrontierPoint, ...] = ()
     idle_devices: int = 0  # asked for, but no layout on all of them fits
     inputs: dict[str, str] = field(default_factory=dict)

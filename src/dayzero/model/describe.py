@@ -19,8 +19,9 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Dimensions, LayerKind, ModelDescription, OperatorGraph, Parameter, Problem
 from dayzero.core.structure import QuantizationGroup, Structure
 from dayzero.model.config_keys import normalise_rope, quantization_summary, text_keys
+from dayzero.model.contradictions import with_contradictions
 from dayzero.model.estimate import MTP
-from dayzero.model.provisional import model_dtype, provisional, token_facts
+from dayzero.model.provisional import config_problems, model_dtype, provisional, token_facts
 from dayzero.model.release import Release, open_release
 from dayzero.model.stored import assignment, checkpoint_bytes, quantization_groups
 from dayzero.model.stored.quantization import settings_beside
@@ -38,6 +39,7 @@ def describe_release(release: Release, *, trust_remote_code: bool = False, opera
     """As `describe`, for a release that is already open. `operators`: with their graphs and the structure facts, which take a
     few seconds and no stage but `inspect` needs. Code of the release is run only when trusted, in a confined process."""
     # Before transformers sees it: contradictions are errors here and silent there.
+    doubts = config_problems(release)
     rope = normalise_rope(text_keys(release.config))
     dtype, problems = model_dtype(release)
     with _quiet():
@@ -51,7 +53,7 @@ def describe_release(release: Release, *, trust_remote_code: bool = False, opera
         reads: dict[str, str] = {}
         with recorded_reads(reads):
             resolved = resolve(release, trust_remote_code=trust_remote_code)
-        problems = [*release.problems, *problems]
+        problems = [*release.problems, *problems, *doubts]
         if (needed := tokenizer_needs_code(release)) is not None:
             problems.append(needed)
         if isinstance(resolved, Resolved):
@@ -106,7 +108,7 @@ class _Measured:
         usage = key_usage(self.release.config, self.resolved.config, self.reads)
         dimensions = _dimensions(model, text, kinds, len(layers), num_experts, per_token, self.release.config)
         tokens = token_facts(self.release, dimensions.vocab_size)
-        return ModelDescription(
+        found = ModelDescription(
             name=self.release.name,
             model_type=str(self.release.config.get("model_type", model.config.model_type)),
             architecture=type(model).__name__,
@@ -137,6 +139,7 @@ class _Measured:
             provisional=self.provisional,
             problems=(*self.problems, *tokens.problems),
         )
+        return with_contradictions(self.release, found)
 
     def _caches(self, model: Any, layers: list[Any], text: Any) -> list[Any]:
         from dayzero.model.cache_probe import probe_caches

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dayzero.core.errors import DayZeroError
 from dayzero.core.model import CacheSpec, Dimensions, LayerKind, OperatorGraph
+from dayzero.core.sized_operators import layer_operators, outer_operators
 from dayzero.core.structure import Structure
 from dayzero.model.keys.accounting import accounted, some
 from dayzero.model.keys.compressed import compressed_attention, uses_shared_row
@@ -20,10 +20,10 @@ from dayzero.model.keys.feed_forwards import FeedForwardSizes, dense_width, feed
 from dayzero.model.keys.layer_pattern import Layer, layer_pattern, pattern_depth
 from dayzero.model.keys.linear_mixers import linear_attention, state_space
 from dayzero.model.keys.mixers import Mixer, Sizes, attention, heads_of, rotated_and_not
-from dayzero.model.keys.operators import layer_operators, outer_operators
 from dayzero.model.keys.reader import MOST_LAYERS, Account, Reader
+from dayzero.model.keys.sound import MOST_DRAFTS, config_doubts, text_reader
 from dayzero.model.keys.structure import structure
-from dayzero.model.keys.tables import CONCEPTS, TEXT_CONFIGS
+from dayzero.model.keys.tables import CONCEPTS
 from dayzero.model.keys.towers import towers
 
 MTP = CONCEPTS["mtp"].spellings
@@ -60,7 +60,8 @@ class _Counted:
 def estimate(config: Mapping[str, Any], dtype: str) -> Estimate:
     """Raises DayZeroError when not even width, depth and vocabulary are given, or a key holds what it cannot mean."""
     account = Account()
-    keys = _text_reader(config, account)
+    keys = text_reader(config, account)
+    config_doubts(config)
     hidden, vocabulary, depth = keys.required("hidden"), keys.required("vocabulary"), _depth(keys)
     pattern = layer_pattern(keys, depth)
     counted = [_count_layer(keys.at(index), layer, dtype) for index, layer in enumerate(pattern)]
@@ -103,21 +104,6 @@ def estimate(config: Mapping[str, Any], dtype: str) -> Estimate:
         unread=unread,
         unknown=tuple(account.unknown),
     )
-
-
-def _text_reader(config: Mapping[str, Any], account: Account) -> Reader:
-    if not isinstance(config, Mapping):
-        raise DayZeroError(
-            "config.json is not an object", got=type(config).__name__, want="an object", fix="correct config.json"
-        )
-    for name in TEXT_CONFIGS:
-        nested = config.get(name)
-        if isinstance(nested, Mapping):
-            inner = nested.get("text_config")
-            if isinstance(inner, Mapping):
-                return Reader(inner, account, prefix=f"{name}.text_config.")
-            return Reader(nested, account, prefix=f"{name}.")
-    return Reader(config, account)
 
 
 def _depth(keys: Reader) -> int:
@@ -226,7 +212,10 @@ def _mtp_layers(keys: Reader) -> int:
     if keys.flag("mtp_used") is False:
         return 0
     modules = keys.count("mtp") or keys.count("mtp_modules") * (keys.count("mtp_transformer") or 1)
-    return min(modules, MOST_LAYERS)
+    if modules > MOST_DRAFTS:
+        want = f"at most {MOST_DRAFTS} layers that predict further tokens"
+        raise keys.wrong(keys.spelled("mtp_modules") or "", modules, want)
+    return modules
 
 
 def _mtp_parameters(keys: Reader, pattern: list[Layer], number: int, hidden: int, vocabulary: int, dtype: str) -> int:

@@ -1,5 +1,6 @@
 """Config keys that need no class to be known: what stages here read them for, and what is alike for every model. No torch."""
 
+import ast
 import importlib.util
 import re
 from functools import cache
@@ -23,14 +24,58 @@ GENERIC = frozenset({
 })  # fmt: skip
 
 
+# What a configuration file declares, once its prose (strings in triple quotes, comments) is gone: attributes of a class and
+# parameters (alone on a line, or in one), what `self` is given, keys of a dict, and quoted names that are no English words.
+COMMENT = re.compile(r"#[^\n]*")
+DECLARED = re.compile(
+    r"^    (\w+)\s*(?::|=[^=])|^        (\w+)\s*(?::[^\n]*|=[^=][^\n]*),$|\bself\.(\w+)|[\"'](\w+_\w+)[\"']"
+    r"|[\"'](\w+)[\"']\s*:|(?:pop|get)\(\s*[\"'](\w+)|(?:getattr|setattr)\(\w+,\s*[\"'](\w+)",
+    re.MULTILINE,
+)
+SIGNATURE = re.compile(r"def \w+\(([^)]*)\)")
+PARAMETER = re.compile(r"(\w+)\s*(?=[:=,]|$)")
+
+
 def known_elsewhere(key: str) -> bool:
-    """Whether any config class of the installed transformers has this word: then the key is not new, only unused here."""
-    return re.search(rf"\b{re.escape(key)}\b", _all_config_sources()) is not None
+    """Whether any config class of the installed transformers declares this name: then the key is not new, only unused here.
+
+    A name that merely occurs in its prose does not count: new keys are English words too.
+    """
+    return key in _declared_names()
 
 
 @cache
-def _all_config_sources() -> str:
+def known_layer_words() -> frozenset[str]:
+    """Kinds of layers that transformers lists, old names included, read from its source without importing it."""
+    listed: set[str] = set()
+    for node in ast.parse((_transformers() / "configuration_utils.py").read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any("LAYER_TYPE" in getattr(target, "id", "") for target in node.targets):
+            listed |= {item.value for item in ast.walk(node.value) if isinstance(item, ast.Constant)}  # type: ignore[misc]
+    return frozenset(word for word in listed if isinstance(word, str))
+
+
+@cache
+def classes_of_type() -> dict[str, frozenset[str]]:
+    """model_type -> names of the classes that transformers' own tables give it."""
+    text = (_transformers() / "models" / "auto" / "modeling_auto.py").read_text(encoding="utf-8")
+    found: dict[str, set[str]] = {}
+    for model_type, name in re.findall(r'\(\s*"([\w.-]+)",\s*"(\w+)",?\s*\)', text):
+        found.setdefault(model_type, set()).add(name)
+    return {model_type: frozenset(names) for model_type, names in found.items()}
+
+
+@cache
+def _declared_names() -> frozenset[str]:
+    names: set[str] = set()
+    for path in sorted((_transformers() / "models").glob("*/configuration_*.py")):
+        text = COMMENT.sub("", " ".join(path.read_text(encoding="utf-8").split('"""')[::2]))
+        names.update(name for groups in DECLARED.findall(text) for name in groups if name)
+        for signature in SIGNATURE.findall(text):
+            names.update(PARAMETER.findall(signature))
+    return frozenset(names)
+
+
+def _transformers() -> Path:
     spec = importlib.util.find_spec("transformers")  # found, not imported
     assert spec is not None and spec.submodule_search_locations, "transformers is a dependency"
-    models = Path(next(iter(spec.submodule_search_locations))) / "models"
-    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(models.glob("*/configuration_*.py")))
+    return Path(next(iter(spec.submodule_search_locations)))

@@ -18,7 +18,8 @@ from dayzero.model.config_keys import (
     tokenizer_tokens,
 )
 from dayzero.model.estimate import estimate
-from dayzero.model.known_keys import known_elsewhere
+from dayzero.model.keys.sound import config_doubts
+from dayzero.model.known_keys import classes_of_type, known_elsewhere
 from dayzero.model.release import Release, read_object
 from dayzero.model.stored import checkpoint_bytes, estimated_parameters, quantization_groups
 from dayzero.model.stored.quantization import settings_beside
@@ -29,8 +30,9 @@ def provisional(release: Release, problems: Sequence[Problem] | None = None) -> 
 
     Raises DayZeroError when the config does not even give width, depth and vocabulary, or contradicts itself.
     """
+    doubts = config_problems(release)  # first: it refuses values that what follows would stumble over
     dtype, dtype_problems = model_dtype(release)
-    found = list(problems) if problems is not None else [*release.problems, *dtype_problems]
+    found = list(problems) if problems is not None else [*release.problems, *dtype_problems, *doubts]
     guess = estimate(release.config, dtype)
     tokens = token_facts(release, guess.dimensions.vocab_size)
     beside = settings_beside(release)
@@ -71,6 +73,18 @@ def provisional(release: Release, problems: Sequence[Problem] | None = None) -> 
         provisional=True,
         problems=(*found, *tokens.problems),
     )
+
+
+def config_problems(release: Release) -> list[Problem]:
+    """What is doubtful in the config as a whole. Raises DayZeroError for what cannot be (see `keys.sound`)."""
+    found = config_doubts(release.config)
+    named, model_type = release.config.get("architectures") or [], release.config.get("model_type")
+    known = classes_of_type().get(model_type) if isinstance(model_type, str) else None
+    if known and named and not known.intersection(named):
+        names = ", ".join(named)
+        detail = f"architectures names {names}, no class of model_type {model_type!r} in transformers: model_type decides"
+        found.append(Problem(kind="architecture", severity="warning", file="config.json", detail=detail))
+    return found
 
 
 def model_dtype(release: Release) -> tuple[str, list[Problem]]:

@@ -1,6 +1,6 @@
 """A release folder (or a bare config.json) in, everything but the tensor bytes out. The one reader of releases; no torch.
 
-Read: config, generation and tokenizer settings (strict JSON), the shard index, and every safetensors header
+Read: config, generation, tokenizer and quantization settings (strict JSON), the shard index, and every safetensors header
 (`model.headers`). The index is compared with the disk and with the headers, in both directions, and ALL disagreements are
 listed as `Problem`s: nothing is raised for a damaged checkpoint here, callers that need sound weights call
 `require_weights`. Names found in files are never opened before they were shown to stay inside the folder. Not done here:
@@ -9,6 +9,7 @@ reading tensors, executing or importing anything of the release, pickle checkpoi
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from dayzero.core.model import Problem
 from dayzero.core.names import TOKENIZER_FILES
 from dayzero.model.headers import ShardHeader, TensorEntry, read_header
 from dayzero.model.paths import contained, unsafe_names
+from dayzero.model.stored.doubts import quantization_doubts
+from dayzero.model.stored.quantization import BESIDE
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -58,6 +61,7 @@ class Release:
     source_hash: str
     metadata_total_bytes: int | None = None
     header_tensors: dict[str, tuple[str, ...]] = field(default_factory=dict)  # file -> names, in the order of their bytes
+    quantization_file: dict[str, Any] | None = None  # content of the settings file that some tools write beside the config
 
     @property
     def has_weights(self) -> bool:
@@ -76,12 +80,8 @@ class Release:
         """Absolute path of a file of the release. Raises DayZeroError when the name leaves the folder."""
         place, reason = contained(self.folder, file)
         if place is None:
-            raise DayZeroError(
-                f"the file name {file!r} is not acceptable",
-                got=reason,
-                want="a file inside the release folder",
-                fix="do not use this release: it points outside itself",
-            )
+            raise DayZeroError(f"the file name {file!r} is not acceptable", got=reason, want="a file inside the release folder",
+                               fix="do not use this release: it points outside itself")  # fmt: skip
         return place
 
     def require_weights(self) -> "Release":
@@ -89,12 +89,9 @@ class Release:
         if self.errors:
             raise damaged(self.errors, str(self.folder))
         if not self.tensors:
-            raise DayZeroError(
-                f"{self.folder} holds no weights",
-                got="no safetensors file",
-                want=f"{SINGLE} or shards with {INDEX}",
-                fix="download the weights of the release into the same folder",
-            )
+            raise DayZeroError(f"{self.folder} holds no weights", got="no safetensors file",
+                               want=f"{SINGLE} or shards with {INDEX}",
+                               fix="download the weights of the release into the same folder")  # fmt: skip
         return self
 
 
@@ -109,6 +106,11 @@ def damaged(errors: Iterable[Problem], where: str) -> DayZeroError:
     )
 
 
+def is_address(text: object) -> bool:
+    """Whether this is a web address; also one that went through `Path`, which makes `http:/host` of it."""
+    return re.match(r"https?:/", str(text), re.IGNORECASE) is not None
+
+
 def open_release(path: Path) -> Release:
     """The release at `path`: a folder with a config.json, or a config.json by itself.
 
@@ -118,28 +120,28 @@ def open_release(path: Path) -> Release:
     folder = path if path.is_dir() else path.parent
     config_name = CONFIG if path.is_dir() else path.name
     if not path.exists():
+        if address := re.match(r"([a-zA-Z][a-zA-Z0-9+.-]+):/+(.*)", str(path), re.DOTALL):
+            raise DayZeroError(f"{address[1]}://{address[2]} is an address, and this reads folders",
+                               got=f"an address of scheme {address[1]!r}", want="a release folder or a config.json",
+                               fix="download the release; of addresses, `inspect` reads those of http(s)")  # fmt: skip
         raise DayZeroError(
             f"{path} does not exist", got="no such path", want="a release folder or a config.json", fix="check the path"
         )
     if path.is_dir() and not any(path.iterdir()):
-        raise DayZeroError(
-            f"{path} is an empty folder",
-            got="no files",
-            want="a release folder with config.json",
-            fix="download the release into it",
-        )
+        raise DayZeroError(f"{path} is an empty folder", got="no files", want="a release folder with config.json",
+                           fix="download the release into it")  # fmt: skip
     folder = folder.absolute()
     problems: list[Problem] = []
     config_place, reason = contained(folder, config_name)
     if config_place is None or not config_place.is_file():
         listing = ", ".join(sorted(entry.name for entry in folder.iterdir())[:5])
-        raise DayZeroError(
-            f"{path} holds no {CONFIG}",
-            got=reason or f"files: {listing}",
-            want=f"a {CONFIG} in the Hugging Face layout",
-            fix="give the folder that holds it, or the file itself",
-        )
+        raise DayZeroError(f"{path} holds no {CONFIG}", got=reason or f"files: {listing}",
+                           want=f"a {CONFIG} in the Hugging Face layout",
+                           fix="give the folder that holds it, or the file itself")  # fmt: skip
     config = read_object(config_place)
+    quantization_file = _optional(folder, BESIDE, problems)
+    problems += quantization_doubts(config, quantization_file)
+    beside = [folder / BESIDE] if quantization_file is not None else []
     if path.is_file():
         return Release(
             folder=folder,
@@ -151,8 +153,9 @@ def open_release(path: Path) -> Release:
             other_files=(config_name,),
             shards={},
             tensors={},
-            problems=tuple(unsafe_names(folder, config, config_name)),
-            source_hash=_source_hash([config_place], {}),
+            problems=(*unsafe_names(folder, config, config_name), *problems),
+            source_hash=_source_hash([config_place, *beside], {}),
+            quantization_file=quantization_file,
         )
     settings = {name: _optional(folder, name, problems) for name in ("generation_config.json", "tokenizer_config.json")}
     for name, content in {config_name: config, **settings}.items():
@@ -172,12 +175,13 @@ def open_release(path: Path) -> Release:
         shards=weights.shards,
         tensors=weights.tensors,
         problems=tuple(problems),
-        source_hash=_source_hash([folder / name for name in dict.fromkeys(hashed)], weights.shards),
+        source_hash=_source_hash([*(folder / name for name in dict.fromkeys(hashed)), *beside], weights.shards),
         metadata_total_bytes=weights.total_size,
         header_tensors={
             file: tuple(sorted(shard.tensors, key=lambda name: shard.tensors[name].begin))
             for file, shard in weights.shards.items()
         },
+        quantization_file=quantization_file,
     )
 
 
@@ -227,13 +231,18 @@ class _Weights:
         first_of: dict[str, str] = {}
         for tensor, file in weight_map.items():
             first_of.setdefault(file, tensor)
+        absent = bool(weight_map) and not on_disk and not any(self._lies_there(file) for file in files)
+        if absent:  # a release before its download; some of several missing is a damaged one
+            count = f"none of the {len(files)} files" if len(files) > 1 else f"not the file {files[0]}"
+            self.note("no_shards", f"{count} that {INDEX} names is here: no weights are read", file=INDEX, warning=True)
+            files = []
         for file in sorted(files):
             self._read_file(file, weight_map, first_of.get(file))
         self._collect(weight_map)
         if index is not None:
             self._check_index(weight_map)
         pickles = sorted(entry.name for entry in self.folder.iterdir() if entry.name.endswith(PICKLE_SUFFIXES))
-        if pickles and not on_disk and index is None:
+        if pickles and not on_disk and (index is None or absent):
             self.note(
                 "pickle_checkpoint",
                 f"only pickle weights ({', '.join(pickles[:3])}), which can run code when read, are not read;"
@@ -257,6 +266,11 @@ class _Weights:
             self.note("index_json", f"{INDEX} has no weight_map object", file=INDEX)
             return None
         return index
+
+    def _lies_there(self, file: str) -> bool:
+        """Whether anything has this name, be it a link to nothing."""
+        place, _ = contained(self.folder, file)
+        return place is None or place.is_symlink() or place.exists()
 
     def _unindexed(self, on_disk: list[str]) -> list[str]:
         """Without an index: model.safetensors alone, else every file of the standard naming, else every file."""

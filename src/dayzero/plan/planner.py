@@ -13,18 +13,36 @@ from dayzero.core.units import format_bytes
 from dayzero.plan import advice
 from dayzero.plan.case import Case, open_case
 from dayzero.plan.counts import Choice, choose
+from dayzero.plan.experience import Corrections
 from dayzero.plan.options import PlanOptions, choices
 from dayzero.plan.pools import Pools, split_pools
 from dayzero.plan.roles import Split
 from dayzero.plan.trust import doubtful, memory_field, rests_on
 
 
-def make_plan(model: ModelDescription, target: Target, workload: Workload, options: PlanOptions) -> Plan:
-    """The best layout for the request, or the least impossible one.
+def make_plan(
+    model: ModelDescription, target: Target, workload: Workload, options: PlanOptions, *, corrections: Corrections | None = None
+) -> Plan:
+    """The best layout for the request, or the least impossible one. `corrections`: what earlier runs on the target taught; they
+    move the predicted times, and lower what is admitted, never raise it.
 
     Raises DayZeroError for degrees that cannot be (naming the nearest that can) and for a target without a memory size.
     A memory figure that is unverified or of low confidence never makes a plan infeasible; the reasons say so.
     """
+    plan = _chosen(model, target, workload, options)
+    if corrections is None or not corrections.factors:
+        return plan
+    return replace(
+        plan,
+        prefill=None if plan.prefill is None else corrections.time("prefill", plan.prefill),
+        decode=None if plan.decode is None else corrections.time("decode", plan.decode),
+        admissible_tokens=min(plan.admissible_tokens, corrections.amount("admissible_tokens", plan.admissible_tokens)),
+        corrections=corrections.ratios(),
+        reasons=(*plan.reasons, *corrections.reasons()),
+    )
+
+
+def _chosen(model: ModelDescription, target: Target, workload: Workload, options: PlanOptions) -> Plan:
     found = [(case, choose(case)) for case in (open_case(model, target, workload, one) for one in choices(options))]
     (case, choice), *others = sorted(found, key=lambda pair: _preference(*pair))
     plan = _written(case, choice)
@@ -104,7 +122,7 @@ def _written(case: Case, choice: Choice) -> Plan:
         prefill=timing.prefill if published else None, decode=timing.decode if published else None,
         reasons=tuple(reasons), rejected=(*choice.ruled_out, *advice.rejected(search, candidate)),
         rests_on=rests_on(case.evaluator, search.roofline.dtypes), links=search.roofline.links.told(layout),
-        objective=workload.objective, idle_devices=choice.idle,
+        objective=workload.objective, engine=case.options.engine, idle_devices=choice.idle,
     )  # fmt: skip
 
 

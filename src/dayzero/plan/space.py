@@ -13,6 +13,7 @@ from math import prod
 from dayzero.core.errors import DayZeroError
 from dayzero.core.plan import DEFAULT_PLACEMENT, Layout
 from dayzero.core.target import Target
+from dayzero.plan.engines import OWN
 from dayzero.plan.ledger import Evaluator
 from dayzero.plan.roofline import Roofline
 from dayzero.plan.traffic import Reach
@@ -31,6 +32,7 @@ class Space:
         self.evaluator, self.model, self.request = evaluator, evaluator.model, evaluator.request
         self.fixed = dict(evaluator.request.fixed)
         self._illegal: dict[tuple[int, int, int], str | None] = {}
+        self._refusals: dict[Layout, str | None] = {}
 
     @cached_property
     def roofline(self) -> Roofline:
@@ -59,6 +61,8 @@ class Space:
                     degrees = divisors(tp * dp * cp) if num_experts else [1]
                     for dcp in self._shared_context(tp):
                         for ep in [self.fixed["ep"]] if "ep" in self.fixed else degrees:
+                            if (tp * dp * cp) % ep and "tp" not in self.fixed:  # who fixed both is told that they clash
+                                continue
                             if ep <= max(1, num_experts) or "ep" in self.fixed:
                                 yield Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=bool(self.request.sp))
 
@@ -120,12 +124,26 @@ class Space:
         key = (layout.tp, layout.ep, layout.expert_tp)
         if key not in self._illegal:
             self._illegal[key] = self.evaluator.weights.illegal(layout) or self._cannot_be_cut(layout)
-        return self._illegal[key]
+        return self._illegal[key] or self._refused(layout)
+
+    def _refused(self, layout: Layout) -> str | None:
+        """Why another engine, whose memory model the ledger follows, has no spelling for the degrees."""
+        engine = self.evaluator.engine.name
+        if engine == OWN:
+            return None
+        from dayzero.plan.export import ENGINES, refusal
+
+        key = replace(layout, stages=(), placement=DEFAULT_PLACEMENT)
+        if key not in self._refusals:
+            known = engine in ENGINES
+            self._refusals[key] = refusal(key, self.model, self.evaluator.target, engine) if known else None
+        return self._refusals[key]
 
     def _cannot_be_cut(self, layout: Layout) -> str | None:
         flat = replace(layout, pp=1, stages=())
         try:
             self.evaluator.weights.layer_bytes(flat, flat.coordinates(0))
+            self.evaluator.cache.sequence_per_layer(flat, self.request.block_tokens)
         except DayZeroError as error:
             return f"{error.what} ({error.got})"
         return None

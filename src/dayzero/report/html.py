@@ -4,17 +4,21 @@ The page needs no network, no script and no font of its own; it prints, follows 
 reads on a phone. Nothing is computed here that is not in a record; every text is escaped by the template engine.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jinja2
 from markupsafe import Markup
 
 import dayzero
+from dayzero.core.coverage import TargetCoverage
+from dayzero.core.difference import Difference
 from dayzero.core.model import ModelDescription
+from dayzero.core.plan import Plan
 from dayzero.core.reports import Acceptance
 from dayzero.core.runstore import STAGES, RunStore
 from dayzero.core.units import format_bytes, format_count
-from dayzero.report import charts, model_rows
+from dayzero.report import charts, model_rows, plan_pictures
 from dayzero.report.layer_stack import layer_stack, stack_legend
 from dayzero.report.run_records import RunRecords, read_run
 from dayzero.report.text import format_spread_ms, format_value
@@ -42,11 +46,28 @@ def render(store: RunStore, acceptance: Acceptance) -> str:
     )  # fmt: skip
 
 
-def render_model(model: ModelDescription) -> str:
-    """`inspect` as a page of its own."""
+def render_model(
+    model: ModelDescription,
+    *,
+    corrections: Sequence[dict[str, Any]] = (),
+    against: Difference | None = None,
+    coverage: TargetCoverage | None = None,
+) -> str:
+    """`inspect` as a page of its own, with what was asked beside."""
     return _environment().get_template("model.html.j2").render(
-        model=model, version=dayzero.__version__, subject=_model_facts(model), section=model_section(model)
-    )
+        model=model, version=dayzero.__version__, subject=_model_facts(model), section=model_section(model),
+        corrections=corrections, against=against, coverage=coverage,
+    )  # fmt: skip
+
+
+def render_plan(plan: Plan, cards_per_node: int | None) -> str:
+    """A plan as a page of its own: the ledger, the frontier, and where the ranks sit."""
+    return _environment().get_template("plan.html.j2").render(
+        plan=plan, version=dayzero.__version__, ledger=charts.memory_ledger(plan.ledger) if plan.ledger else None,
+        frontier=plan_pictures.frontier(plan.frontier) if plan.frontier else None,
+        topology=plan_pictures.topology(plan.layout, cards_per_node), categories=charts.LEDGER_CATEGORIES,
+        fullest=max(plan.ledger, key=lambda rank: rank.total() - rank.budget_bytes) if plan.ledger else None,
+    )  # fmt: skip
 
 
 def model_section(model: ModelDescription) -> Markup:
@@ -57,6 +78,7 @@ def model_section(model: ModelDescription) -> Markup:
         roles=model_rows.role_rows(model), structure=model_rows.structure_rows(model),
         caches={"lengths": model_rows.CACHE_LENGTHS, "rows": model_rows.cache_rows(model)},
         operators=model_rows.operator_rows(model), stored=model_rows.quantization_rows(model),
+        steps=model_rows.step_rows(model),
     ))  # fmt: skip
 
 
@@ -99,7 +121,9 @@ def _model_facts(model: ModelDescription) -> list[tuple[str, str]]:
         ("Parameters", f"{format_count(model.total_parameters)}, {format_count(model.active_parameters)} active per token"),
         ("Sizes", f"{size.num_layers} layers, hidden size {size.hidden_size}, vocabulary {size.vocab_size:,}"),
         ("Context", f"{size.max_position_tokens:,} tokens" if size.max_position_tokens else ""),
-        ("Experts", f"{size.num_experts}, {size.num_experts_per_token} per token" if size.num_experts else ""),
+        ("Heads", model_rows.heads(model)),
+        ("Experts", f"{size.num_experts}, {size.num_experts_per_token} per token, {size.num_shared_experts} shared"
+                    if size.num_experts else ""),
         ("Data type", ", ".join([model.dtype, *(f"{name}: {scheme}" for name, scheme in model.quantization.items())])),
         ("Cache per token", format_bytes(model.cache_bytes_per_token)),
         ("Cache per request", format_bytes(model.cache_bytes_per_sequence) if model.cache_bytes_per_sequence else ""),

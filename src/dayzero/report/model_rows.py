@@ -2,6 +2,7 @@
 
 from dayzero.core.model import ModelDescription
 from dayzero.core.operator_totals import operator_totals
+from dayzero.core.sized_operators import engine_step
 from dayzero.core.structure import FeedForward, Norm, Positions, Routing
 from dayzero.core.units import format_bytes, format_count
 
@@ -9,6 +10,16 @@ CACHE_LENGTHS = {"8K": 8_192, "128K": 131_072, "1M": 1_048_576}
 CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "int4")
 MOST_OPERATORS = 24  # a person reads; the record has them all
 EXAMPLE_TOKENS = 8_192
+
+
+def heads(model: ModelDescription) -> str:
+    """Attention heads in a few words; empty where there are none."""
+    size = model.dimensions
+    if not size.num_attention_heads:
+        return ""
+    said = f"{size.num_attention_heads} query"
+    said += f", {size.num_key_value_heads} key/value" if size.num_key_value_heads else ""
+    return said + (f", {size.head_dim} wide" if size.head_dim else "")
 
 
 def role_rows(model: ModelDescription) -> list[tuple[str, str, str]]:
@@ -36,6 +47,24 @@ def operator_rows(model: ModelDescription) -> list[tuple[str, str, str, str, str
     return rows
 
 
+def step_rows(model: ModelDescription) -> list[tuple[str, str, str, str, str]]:
+    """(step, whose way, FLOPs, bytes of weights, other bytes): an engine's, and the class's own code, which may do far more."""
+    rows = []
+    for name, new in (("decode at 8K", 1), ("prefill of 8K", EXAMPLE_TOKENS)):
+        cost = engine_step(model, new_tokens=new, context_tokens=EXAMPLE_TOKENS)
+        if cost is not None:
+            rows.append((name, "an engine, weights as stored", format_count(cost.flops), format_bytes(cost.weight_bytes),
+                         format_bytes(cost.other_bytes)))  # fmt: skip
+        phase = "decode" if new == 1 else "prefill"
+        totals = [getattr(one, phase).at(sequences=1, new_tokens=new, context_tokens=EXAMPLE_TOKENS)
+                  for one in operator_totals(model)]  # fmt: skip
+        if totals and model.parameters:
+            flops, moved = (sum(part) for part in zip(*totals, strict=True))
+            way = f"its class as written, in {model.dtype}"
+            rows.append((name, way, format_count(flops), "", f"{format_bytes(moved)} in all"))
+    return rows
+
+
 def quantization_rows(model: ModelDescription) -> list[tuple[str, str, str, str]]:
     """(group, scheme, parameters, bytes in the release)."""
     return [
@@ -56,8 +85,10 @@ def structure_rows(model: ModelDescription) -> list[tuple[str, str]]:
     rows += [("positions", _positions(one)) for one in structure.positions]
     rows += [("feed-forward", _feed_forward(one)) for one in structure.feed_forwards]
     rows += [("norm", _norm(one)) for one in structure.norms]
-    rows += [("sees", f"{name}: {f'the last {tokens} tokens' if tokens else 'every token before'}")
-             for name, tokens in (structure.visible_tokens or {}).items()]  # fmt: skip
+    indexed = {kind.name for kind in model.layer_kinds if any(spec.kind == "indexer" for spec in kind.cache)}
+    for name, tokens in (structure.visible_tokens or {}).items():
+        seen = f"{tokens} tokens that its indexer picks" if name in indexed else f"the last {tokens} tokens"
+        rows.append(("sees", f"{name}: {seen if tokens else 'every token before'}"))
     rows += [("tower", f"{one.name} ({one.kind}, {format_count(one.parameters)}), feeds into {one.feeds_into}")
              for one in structure.towers]  # fmt: skip
     if model.dimensions.num_mtp_layers:
@@ -80,7 +111,8 @@ def _positions(one: Positions) -> str:
     said = [one.kind]
     said += [f"theta {one.theta:g}"] if one.theta is not None else []
     said += [f"{one.scaling} x{one.factor:g}" if one.factor else one.scaling] if one.scaling not in (None, "default") else []
-    said += [f"{one.rotated_dims} of {one.head_dims} dimensions"] if one.rotated_dims else []
+    of = f" of {one.head_dims}" if one.head_dims else ""
+    said += [f"{one.rotated_dims}{of} dimensions"] if one.rotated_dims else []
     said += [f"pairs {one.style}"] if one.style else []
     said += [f"cos and sin times {one.attention_factor:g}"] if one.attention_factor not in (None, 1.0) else []
     said += [f"softmax scale {one.softmax_scale:.6g}"] if one.softmax_scale is not None else []

@@ -25,7 +25,7 @@ def model_table(model: ModelDescription) -> RenderableType:
         ("dtype", model.dtype),
         ("sizes", f"{size.num_layers} layers, hidden {size.hidden_size}, vocabulary {size.vocab_size:,}"),
         ("context", f"{size.max_position_tokens:,} tokens" if size.max_position_tokens else None),
-        ("heads", _heads(model)),
+        ("heads", rows.heads(model)),
         ("experts", f"{size.num_experts}, {size.num_experts_per_token} per token, {size.num_shared_experts} shared"
                     if size.num_experts else None),
         ("cache per token", format_bytes(model.cache_bytes_per_token)),
@@ -49,8 +49,15 @@ def model_table(model: ModelDescription) -> RenderableType:
             table.add_row(*map(Text, row))
         parts.append(table)
     if operators := rows.operator_rows(model):
+        if steps := rows.step_rows(model):
+            table = listing("One sequence", ("step", "as computed by", "FLOPs", "weights", "other bytes"),
+                            right=("FLOPs", "weights", "other bytes"))  # fmt: skip
+            for step in steps:
+                table.add_row(*map(Text, step))
+            parts.append(table)
         columns = ("operator", "sites", "FLOPs, decode", "bytes, decode", "FLOPs, prefill", "bytes, prefill")
-        table = listing("Operators: one decode step at 8K of context, one prefill of 8K", columns, right=columns[1:])
+        how = "as its class is written" if model.parameters else "from keys"
+        table = listing(f"Operators {how}: one decode step at 8K of context, one prefill of 8K", columns, right=columns[1:])
         for operator in operators:
             table.add_row(*map(Text, operator))
         parts.append(table)
@@ -84,11 +91,12 @@ def first_answer(model: ModelDescription) -> RenderableType:
 
 def corrections_table(corrections: Sequence[dict[str, object]]) -> RenderableType:
     """Each figure of the first answer: confirmed, or what it is."""
-    table = listing("The first answer, measured", ("figure", "first answer", "measured", ""))
+    table = listing("The first answer, measured", ("figure", "first answer", "measured", "", ""))
     for one in corrections:
         same = bool(one["same"])
         table.add_row(Text(str(one["figure"]).replace("_", " ")), Text(_plain(one["first"])), Text(_plain(one["measured"])),
-                      Text("confirmed" if same else "corrected", style="green" if same else "yellow"))  # fmt: skip
+                      Text("confirmed" if same else "corrected", style="green" if same else "yellow"),
+                      Text(str(one["note"])))  # fmt: skip
     return table
 
 
@@ -130,15 +138,6 @@ def coverage_table(found: TargetCoverage) -> RenderableType:
 
 def _binding(name: str) -> Text:
     return Text(name, style={"missing": "bold red", "fallback": "yellow", "unknown": "yellow"}.get(name, ""))
-
-
-def _heads(model: ModelDescription) -> str | None:
-    size = model.dimensions
-    if not size.num_attention_heads:
-        return None
-    said = f"{size.num_attention_heads} query"
-    said += f", {size.num_key_value_heads} key/value" if size.num_key_value_heads else ""
-    return said + (f", {size.head_dim} wide" if size.head_dim else "")
 
 
 def _roles(model: ModelDescription) -> RenderableType:

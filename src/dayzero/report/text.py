@@ -7,7 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dayzero.core.operators import OperatorMap
-from dayzero.core.plan import Plan
+from dayzero.core.plan import Explanation, Layout, LayoutList, Plan
 from dayzero.core.reports import Acceptance, BenchReport, Check, Spread, StabilityReport, Verdict
 from dayzero.core.target import TargetSummary
 from dayzero.core.units import format_bytes
@@ -49,7 +49,14 @@ def listing(title: str, columns: Iterable[str], *, right: Iterable[str] = ()) ->
     return table
 
 
+MAX_LAYOUTS = 40  # as below
 MAX_REJECTED = 8  # alternatives that a person reads; scripts get them all
+
+
+def _degrees(layout: Layout) -> str:
+    said = f"tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, cp {layout.cp}, ep {layout.ep}"
+    said += f", of cp {layout.cp_in_tp} in tp" if layout.cp_in_tp > 1 else ""
+    return said + (", sp" if layout.sp else "")
 
 
 def plan_table(plan: Plan) -> RenderableType:
@@ -57,7 +64,8 @@ def plan_table(plan: Plan) -> RenderableType:
     layout = plan.layout
     facts = facts_table(f"{plan.model} on {plan.target}", (
         ("feasible", "yes" if plan.feasible else "no"),
-        ("devices", f"{plan.devices} (tp {layout.tp}, pp {layout.pp}, dp {layout.dp}, cp {layout.cp}, ep {layout.ep})"),
+        ("devices", f"{plan.devices} ({_degrees(layout)})"),
+        *((f"{pool.role} pool", pool.layout.spelled()) for pool in plan.pools if len(plan.pools) > 1),
         ("weights per device", f"{format_bytes(plan.weights_bytes_per_device)} in {plan.weights_dtype}"),
         ("cache per token", f"{format_bytes(plan.cache_bytes_per_token_per_device)} per device, {plan.cache_dtype}"),
         ("admissible", f"{plan.admissible_tokens:,} tokens per replica"),
@@ -72,14 +80,51 @@ def plan_table(plan: Plan) -> RenderableType:
             ledger.add_row(entry.category, Text(entry.name), format_bytes(entry.num_bytes), Text(entry.formula, style="dim"))
         ledger.add_row("total", "", format_bytes(fullest.total()), f"budget {format_bytes(fullest.budget_bytes)}", style="bold")
         parts.append(ledger)
-    parts += [Text(f"• {reason}") for reason in plan.reasons]
+    if plan.frontier:
+        columns = ("tokens each", "sequences")
+        table = listing("How many sequences fit, all at full length", columns, right=columns)
+        for point in plan.frontier:
+            table.add_row(f"{point.context_tokens:,}", f"{point.concurrency:,}")
+        parts.append(table)
+    parts += [Text(f"• {reason}") for reason in (*plan.links, *plan.reasons)]
+    parts += [Text(f"rests on: {figure}", style="dim") for figure in plan.rests_on]
     for other in plan.rejected[:MAX_REJECTED]:
-        short = f", short by {format_bytes(other.short_by_bytes)}" if other.short_by_bytes else ""
-        degrees = " ".join(f"{axis} {getattr(other.layout, axis)}" for axis in ("tp", "pp", "dp", "cp", "ep"))
-        parts.append(Text(f"✗ {degrees}: {other.constraint}{short}", style="dim"))
+        parts.append(Text(f"✗ {other.layout.spelled()}: {other.constraint}", style="dim"))
     if len(plan.rejected) > MAX_REJECTED:
         parts.append(Text(f"  and {len(plan.rejected) - MAX_REJECTED} more (--json lists them)", style="dim"))
     return Group(*parts)
+
+
+def layouts_table(found: LayoutList) -> RenderableType:
+    """`plan --all`: what fits, the best first, then what does not by its lack."""
+    columns = ("layout", "fits", "weights", "used", "budget", "admissible tokens", "serves in", "what kills it")
+    right = ("weights", "used", "budget", "admissible tokens", "serves in")
+    table = listing(f"{found.model} on {found.target}: {len(found.layouts)} legal of {found.enumerated}", columns, right=right)
+    for row in found.layouts[:MAX_LAYOUTS]:
+        figures = (row.weights_bytes, row.used_bytes, row.budget_bytes)
+        sizes = [format_bytes(size) if size is not None else "" for size in figures]
+        tokens = f"{row.admissible_tokens:,}" if row.admissible_tokens is not None else ""
+        seconds = f"{row.serve_s:.3g} s" if row.serve_s is not None else ""
+        table.add_row(row.name, "yes" if row.fits else "no", *sizes, tokens, seconds, Text(row.constraint))
+    more = len(found.layouts) - MAX_LAYOUTS
+    return Group(table, *([Text(f"  and {more} more (--json lists them)", style="dim")] if more > 0 else []))
+
+
+def explanation_table(found: Explanation) -> RenderableType:
+    """`plan --explain`: what one layout needs, and what kills it."""
+    row = found.row
+    parts: list[RenderableType] = [facts_table(f"{row.name}: {found.model} on {found.target}", (
+        ("legal", "yes" if row.legal else "no"),
+        ("fits", "yes" if row.fits else "no"),
+        ("what kills it", row.constraint),
+        ("admissible", f"{row.admissible_tokens:,} tokens per replica" if row.admissible_tokens is not None else None),
+    ))]  # fmt: skip
+    if found.ledger is not None:
+        ledger = listing(f"Memory of rank {found.ledger.rank}", ("category", "what", "size", "from"), right=("size",))
+        for entry in found.ledger.lines:
+            ledger.add_row(entry.category, Text(entry.name), format_bytes(entry.num_bytes), Text(entry.formula, style="dim"))
+        parts.append(ledger)
+    return Group(*parts, *(Text(f"• {reason}") for reason in (*found.links, *found.reasons)))
 
 
 def operators_table(operators: OperatorMap) -> RenderableType:

@@ -9,14 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from dayzero.model.keys.reader import Reader
+from dayzero.model.known_keys import known_layer_words
 
-# Words in the name of a layer type, in the order they decide.
-MIXER_WORDS = (
-    ("heavily_compressed", "heavy"), ("compressed", "light"), ("indexed", "indexed"), ("sparse_attention", "indexed"),
-    ("linear", "linear"), ("mamba", "ssm"), ("ssm", "ssm"), ("recurrent", "ssm"), ("sliding", "sliding"), ("local", "sliding"),
-    ("window", "sliding"), ("chunked", "chunked"), ("full", "full"), ("global", "full"), ("attention", "full"),
-    ("hybrid", "full"), ("conv", "short"),
-)  # fmt: skip
+# Words in the name of a layer type, whole: a part of an unknown word says nothing about the layer.
+MIXER_WORDS = {
+    **dict.fromkeys(("full_attention", "attention", "global_attention", "self_attention", "full", "global", "hybrid"), "full"),
+    **dict.fromkeys((
+        "sliding_attention", "sliding_window_attention", "sliding_window", "sliding", "local_attention", "local",
+        "window_attention", "hybrid_sliding", "reference_sliding_attention",
+    ), "sliding"),
+    **dict.fromkeys(("chunked_attention", "chunked"), "chunked"),
+    **dict.fromkeys(("indexed_attention", "sparse_attention"), "indexed"),
+    "compressed_sparse_attention": "light", "heavily_compressed_attention": "heavy",
+    "linear_attention": "linear", "linear": "linear",
+    **dict.fromkeys(("mamba", "mamba2", "ssm", "recurrent"), "ssm"),
+    **dict.fromkeys(("conv", "short_conv"), "short"),
+}  # fmt: skip
+# Names of one family's attention that picks tokens; known only where transformers lists the whole word.
+INDEXED_ENDINGS = ("_sparse_attention", "_sparse")
+HYBRID = ("hybrid", "hybrid_sliding")
 FEED_WORDS = {"moe": "moe", "sparse": "moe", "hash_moe": "moe", "mlp": "dense", "dense": "dense"}
 # One letter a layer: a state-space mixer, attention, experts, a dense feed-forward; each is a layer of its own.
 PATTERN_LETTERS = {"M": ("ssm", "none"), "*": ("full", "none"), "E": ("none", "moe"), "-": ("none", "dense")}
@@ -49,7 +60,7 @@ def layer_pattern(keys: Reader, depth: int) -> list[Layer]:
     if _state_space_alone(keys):
         return [Layer(mixer="ssm", feed="none")] * depth
     words = keys.items("layer_types", depth, kind=str)
-    short = [bool(words and words[layer].startswith("hybrid")) for layer in range(depth)]
+    short = [bool(words and words[layer] in HYBRID) for layer in range(depth)]
     mixers = _mixers(keys, depth, words)
     feeds = _feeds(keys, depth)
     for name in SAID_AGAIN:  # known, and whatever they say is in the pattern already
@@ -106,11 +117,11 @@ def _mixers(keys: Reader, depth: int, words: list[str] | None) -> list[str]:
 
 
 def _mixer_of(keys: Reader, word: str) -> str:
-    mixer = next((mixer for part, mixer in MIXER_WORDS if part in word), None)
+    mixer = MIXER_WORDS.get(word)
+    if mixer is None and word.endswith(INDEXED_ENDINGS) and word in known_layer_words():
+        mixer = "indexed"
     if mixer is None:
         keys.account.note(f"what a layer of kind {word!r} is: it is counted as full attention")
-        return "full"
-    if word.startswith("hybrid") and "sliding" not in word:
         return "full"
     sizes = ("value_heads", "linear_heads", "linear_nested")
     if mixer == "linear" and keys.has("ssm_state") and not any(keys.has(name) for name in sizes):
@@ -125,6 +136,9 @@ def _with_index(keys: Reader, mixer: str, layer: int, *, named: bool = False) ->
     types = keys.items("index_types", kind=str)
     nested = keys.nested("sparse_nested")
     bits = nested.integers("index_bits") if nested else None
+    for word in types or ():
+        if word not in ("full", "shared"):
+            keys.account.note(f"what an indexer of kind {word!r} is: it is counted as one of the layer's own")
     if types is not None and mixer == "indexed" and layer < len(types):
         return "full" if types[layer] == "shared" else "indexed"
     if bits is not None and layer < len(bits):
@@ -191,6 +205,8 @@ def _from_windows(keys: Reader, depth: int) -> list[str] | None:
         return None
     pattern, every = keys.raw("window_pattern"), keys.size("full_every")
     if isinstance(pattern, str) and pattern:  # L: local, G: global, repeated
+        if set(pattern) - set("LG*"):
+            raise keys.wrong("sliding_window_pattern", pattern, "a positive integer or a string of L and G")
         return ["full" if pattern[layer % len(pattern)] in "G*" else "sliding" for layer in range(depth)]
     if isinstance(pattern, int) and not isinstance(pattern, bool) and pattern > 0:
         every = pattern
@@ -216,6 +232,9 @@ def _feeds(keys: Reader, depth: int) -> list[str]:
         leading = next((layer for layer, word in enumerate(words) if word != "dense"), depth)
         if keys.has("dense_first") and leading != min(first, depth):
             keys.account.note(f"which layers are dense: {keys.spelled('dense_first')} {first} and the list of kinds contradict")
+        for word in words:
+            if word not in FEED_WORDS:
+                keys.account.note(f"what a feed-forward of kind {word!r} is: it is counted as experts")
         return [FEED_WORDS.get(word, "moe") for word in words]
     sources: tuple[Callable[[Reader, int], list[bool] | None], ...] = (_moe_frequency, _moe_period, _moe_list, _moe_range)
     found = next((result for source in sources if (result := source(keys, depth)) is not None), None)

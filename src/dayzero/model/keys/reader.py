@@ -7,7 +7,6 @@ config overrides for that layer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any
 
 from dayzero.core.errors import DayZeroError
@@ -158,11 +157,11 @@ class Reader:
         key, value = self._find(name)
         if isinstance(value, list):
             value = self._of_layer(key, value)
+            if not key.endswith("_per_layer"):
+                self.account.note(f"whether {key} may be a list: it is read as one number for each layer, as few classes do")
         if value is None:
             return None
         want = "a positive integer" if least else "an integer of at least 0"
-        if isinstance(value, float) and isfinite(value) and value == int(value):
-            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or value < least or value > LARGEST:
             raise self.wrong(key, value, want)
         return value

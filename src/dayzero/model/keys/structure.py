@@ -12,6 +12,8 @@ NORM_EPS = (
     ("norm_epsilon", "rms"),
 )  # fmt: skip
 THETA = ("rope_theta", "rotary_emb_base")
+# Mixers that keep a state and no keys: how many of them a query sees is no question there.
+WITHOUT_KEYS = ("linear", "ssm", "none")
 
 
 def structure(keys: Reader, kinds: Iterable[LayerKind], towers: Iterable[Tower]) -> Structure:
@@ -22,7 +24,7 @@ def structure(keys: Reader, kinds: Iterable[LayerKind], towers: Iterable[Tower])
         feed_forwards=_feed_forwards(keys, kinds),
         norms=_norms(keys),
         towers=tuple(towers),
-        visible_tokens={kind.name: _visible(keys, kind) for kind in kinds if kind.cache},
+        visible_tokens={kind.name: _visible(keys, kind) for kind in kinds if kind.mixer not in WITHOUT_KEYS},
     )
 
 
@@ -68,7 +70,7 @@ def _norms(keys: Reader) -> tuple[Norm, ...]:
 def _positions(keys: Reader, kinds: tuple[LayerKind, ...]) -> tuple[Positions, ...]:
     """Rotary, where a base is given at the top; per-layer bases are left to `normalise_rope`."""
     theta = next((value for key in THETA if isinstance(value := keys.data.get(key), (int, float))), None)
-    attending = tuple(kind.name for kind in kinds if kind.mixer not in ("linear", "ssm", "none"))
+    attending = tuple(kind.name for kind in kinds if kind.mixer not in WITHOUT_KEYS)
     if theta is None or isinstance(theta, bool) or not attending:
         return ()
     return (

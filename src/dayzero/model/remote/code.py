@@ -15,7 +15,7 @@ from typing import Any
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Problem
 from dayzero.model.paths import contained, module_file
-from dayzero.model.release import Release
+from dayzero.model.release import Release, is_address
 
 MAX_CODE_FILES = 1000
 MAX_CODE_BYTES = 16 << 20  # of one file: far beyond what anyone writes or reads
@@ -51,6 +51,18 @@ def model_code(config: Mapping[str, Any]) -> tuple[CodeReference, CodeReference]
     return (made, model) if made is not None and model is not None else None
 
 
+def refuse_remote(folder: Path) -> None:
+    """Raises DayZeroError when this is a web address: code is run from a folder, where it can be read first, or not at all."""
+    if is_address(folder):
+        address = str(folder).replace(":/", "://", 1)
+        raise DayZeroError(
+            "the code of a release at an address is not run",
+            got=f"--trust-remote-code with {address}",
+            want="a release folder: code is never fetched",
+            fix="download the release, look at its code, and inspect the folder; or leave --trust-remote-code out",
+        )
+
+
 def require_code(release: Release) -> None:
     """Raises DayZeroError when code that config.json names is not in the release folder itself."""
     for reference in model_code(release.config) or ():
@@ -74,12 +86,16 @@ def tokenizer_needs_code(release: Release) -> Problem | None:
     listed = auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else auto_map  # a bare list is the older form
     values = listed if isinstance(listed, list) else [listed]
     named = next((found for found in map(code_reference, reversed(values)) if found is not None), None)  # the fast one is last
+    remote = is_address(release.folder)
     if named is None or "tokenizer.json" in release.tokenizer_files:
         return None
+    if remote and any(problem.file == "tokenizer.json" for problem in release.problems):
+        return None  # it is there, and was not fetched
     declared = settings.get("tokenizer_class")
     if named.class_name == declared and _in_transformers(named.class_name):
         return None
-    absent = "" if named.repository or named.file in release.other_files else ", which the release does not have"
+    known = remote or named.repository or named.file in release.other_files  # of a remote release, code is not looked for
+    absent = "" if known else ", which the release does not have"
     return Problem(
         kind="tokenizer_needs_code",
         severity="warning",

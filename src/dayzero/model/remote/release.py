@@ -1,9 +1,11 @@
 """The web address of a release folder in, the `Release` out that the folder itself would give. Weights stay where they are.
 
-Fetched: config, generation and tokenizer settings, the shard index, and of every shard its header, by HTTP range. Each
-header becomes the start of an otherwise empty (sparse) file of the shard's real size in a temporary folder, which the one
-reader of releases then reads: all its checks, down to a file that is too short for its tensors, hold for remote ones too.
-The folder is gone afterwards, so nothing can take the holes for weights. Not done here: names on hubs, logins, tokenizer.json.
+Fetched: config, generation, tokenizer and quantization settings, the shard index, and of every shard its header, by HTTP
+range; from a server without ranges no weights are read, which is a warning. Each header becomes the start of an otherwise
+empty (sparse) file of the shard's real size in a temporary folder, which the one reader of releases then reads: all its
+checks, down to a file that is too short for its tensors, hold for remote ones too. The folder is gone afterwards, so nothing
+can take the holes for weights. Not done here: names on hubs, logins; code; tokenizer.json, whose
+presence alone is asked for, and told.
 """
 
 from __future__ import annotations
@@ -23,11 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from dayzero.core.errors import DayZeroError
+from dayzero.core.model import Problem
 from dayzero.model.headers import LENGTH_FIELD_BYTES
 from dayzero.model.paths import contained
-from dayzero.model.release import CONFIG, INDEX, SINGLE, Release, open_release
+from dayzero.model.release import CONFIG, INDEX, SINGLE, Release, is_address, open_release
+from dayzero.model.stored.quantization import BESIDE
 
-SETTINGS = ("generation_config.json", "tokenizer_config.json")
+__all__ = ["is_address", "open_remote_release"]
+
+SETTINGS = ("generation_config.json", "tokenizer_config.json", BESIDE)
+TOKENIZER = "tokenizer.json"
 MAX_SETTINGS_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 256 << 20  # that of a real file with 1.29 million tensors has 126 MB
@@ -39,9 +46,8 @@ TIMEOUT_S = 30.0
 RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)$")
 
 
-def is_address(text: object) -> bool:
-    """Whether this is a web address; also one that went through `Path`, which makes `http:/host` of it."""
-    return re.match(r"https?:/", str(text), re.IGNORECASE) is not None
+class NoRanges(DayZeroError):
+    """The server sends whole files whatever part is asked for: no header can be had without its shard."""
 
 
 def open_remote_release(address: str, *, timeout_s: float = TIMEOUT_S, workers: int = 8) -> Release:
@@ -59,14 +65,17 @@ def open_remote_release(address: str, *, timeout_s: float = TIMEOUT_S, workers: 
                                fix="check the address; it is the folder that holds config.json")  # fmt: skip
         for name in SETTINGS:
             site.save(name, folder, MAX_SETTINGS_BYTES)
+        unread = [_not_read(TOKENIZER, f"{TOKENIZER} is not fetched: tokens that it alone names are not known")]
+        told = unread if site.holds(TOKENIZER) else []
         shards = _shards(site, folder) if site.save(INDEX, folder, MAX_INDEX_BYTES) else [SINGLE]
-        with ThreadPoolExecutor(max_workers=workers) as pool:
-            try:
-                for _ in pool.map(lambda name: site.save_header(name, folder), shards):
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        try:
+            _save_headers(site, folder, shards, workers)
+        except NoRanges as error:
+            # Also what little shards came whole: a release is described from all of its headers or from none.
+            for name in (INDEX, *shards):
+                (folder / name).unlink(missing_ok=True)
+            said = f"{error.what}: {error.got}; the weights are not read, and every figure is from the config"
+            told = [*told, _not_read(shards[0], said)]
         try:
             found = open_release(folder)
         except DayZeroError as error:
@@ -76,7 +85,21 @@ def open_remote_release(address: str, *, timeout_s: float = TIMEOUT_S, workers: 
         replace(one, detail=one.detail.replace("not on disk", "not on the server")) if one.kind == "missing_file" else one
         for one in found.problems
     )
-    return replace(found, folder=Path(site.base), name=site.name, problems=problems)
+    return replace(found, folder=Path(site.base), name=site.name, problems=(*problems, *told))
+
+
+def _not_read(file: str, detail: str) -> Problem:
+    return Problem(kind="not_read", severity="warning", file=file, detail=detail)
+
+
+def _save_headers(site: _Site, folder: Path, shards: list[str], workers: int) -> None:
+    with ThreadPoolExecutor(max_workers=workers) as pool:
+        try:
+            for _ in pool.map(lambda name: site.save_header(name, folder), shards):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _shards(site: _Site, folder: Path) -> list[str]:
@@ -117,6 +140,13 @@ class _Site:
             return False
         (folder / name).write_bytes(content[0])
         return True
+
+    def holds(self, name: str) -> bool:
+        """Whether the server has this file, of which no more than the first bytes are fetched."""
+        try:
+            return self._fetch(name, (0, FIRST_BYTES), FIRST_BYTES) is not None
+        except NoRanges:
+            return True
 
     def save_header(self, name: str, folder: Path) -> None:
         """Make a sparse file of a shard's size that begins with its header. Nothing when the server has no such file."""
@@ -180,8 +210,9 @@ class _Site:
                     raise self._failed(name, got, "the bytes asked for")
                 size, length = int(given.group(3)), int(given.group(2)) + 1 - span[0]
             elif span and (span[0] or length is None or length > span[1]):
-                raise self._failed(name, f"a server that ignores Range and sends {length or 'unknown'} bytes",
-                                   "a server that serves ranges: whole shards are not downloaded")  # fmt: skip
+                sends = "a length it does not tell" if length is None else f"{length} bytes"
+                raise self._failed(name, f"a server that ignores Range and sends {sends}",
+                                   "a server that serves ranges: whole shards are not downloaded", NoRanges)  # fmt: skip
             if length is not None and length > max_bytes:
                 raise self._failed(name, f"{length} bytes", f"at most {max_bytes} bytes")
             content = self._read(response, name, max_bytes)
@@ -200,9 +231,9 @@ class _Site:
                 raise TimeoutError
         return bytes(content)
 
-    def _failed(self, name: str, got: str, want: str) -> DayZeroError:
-        return DayZeroError(f"{self.base}{name} cannot be read", got=got, want=want,
-                            fix="try again, or download config.json and the index by themselves")  # fmt: skip
+    def _failed(self, name: str, got: str, want: str, kind: type[DayZeroError] = DayZeroError) -> DayZeroError:
+        return kind(f"{self.base}{name} cannot be read", got=got, want=want,
+                    fix="try again, or download config.json and the index by themselves")  # fmt: skip
 
 
 def _name(host: str, path: str) -> str:

@@ -27,7 +27,7 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Problem
 from dayzero.core.records import from_dict, to_dict
 from dayzero.model.release import Release, open_release
-from dayzero.model.remote.code import code_hashes, require_code
+from dayzero.model.remote.code import code_hashes, refuse_remote, require_code
 
 TIME_LIMIT_S = 120.0
 MAX_ANSWER_BYTES = 256 << 20  # 0.4 kB a parameter: 0.4 MB where experts are fused, some ten MB where each is a module
@@ -49,6 +49,7 @@ def describe_in_sandbox(path: Path, *, time_limit_s: float = TIME_LIMIT_S, use_n
 
     use_namespaces: False leaves only the weaker guard, as on systems that have no namespaces.
     """
+    refuse_remote(path)
     release = open_release(path)
     require_code(release)
     hashes = code_hashes(release.folder)

@@ -1,20 +1,22 @@
 """A release's own quantization settings in, storage rules out: which modules are stored how, in bytes.
 
 Read are `quantization_config` or `compression_config` (at the top or in the text config) and, where the config has neither,
-the settings file that some tools write beside it. Formats: block, channel and tensor FP8; MXFP4, MXFP8 and NVFP4; the
-groups of compressed-tensors; the algorithms of ModelOpt, mixed precision included; GPTQ and AWQ. A method that is none of
-these is a rule without storage, and said so. Not done here: looking at parameters (`model.stored`) or tensors
-(`model.scales`).
+the settings file that some tools write beside it (`stated_settings`). Formats: block, channel and tensor FP8; MXFP4, MXFP8 and
+NVFP4; the groups of compressed-tensors; the algorithms of ModelOpt, mixed precision included; GPTQ and AWQ. A method that is
+none of these, or has sizes that no format has, is a rule without storage, and said so. Not done here: looking at parameters
+(`model.stored`) or tensors (`model.scales`), and telling what is doubtful (`model.stored.doubts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dayzero.core.storage import Storage
-from dayzero.model.release import Release, read_object
+
+if TYPE_CHECKING:
+    from dayzero.model.release import Release
 
 SETTINGS_KEYS = ("quantization_config", "compression_config")
 BESIDE = "hf_quant_config.json"  # where ModelOpt writes its settings; often the only place
@@ -45,23 +47,35 @@ class Quantization:
     text_only: bool = False
 
 
+def settings_parts(config: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Every value under a key that quantization is written in, with its place, the one that counts first."""
+    nested = config.get("text_config")
+    parts = [("", config), *([("text_config.", nested)] if isinstance(nested, Mapping) else [])]
+    return [(prefix + key, part[key]) for prefix, part in parts for key in SETTINGS_KEYS if part.get(key)]
+
+
+def stated_settings(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> list[tuple[str, Mapping[str, Any]]]:
+    """(place, settings) of all that are stated; the first one is read, the others must not say something else."""
+    found = [(place, value) for place, value in settings_parts(config) if isinstance(value, Mapping)]
+    inner = (beside or {}).get("quantization")
+    if isinstance(inner, Mapping) and inner:
+        found.append((BESIDE, {"quant_method": "modelopt", **inner}))
+    return found
+
+
 def quantization_settings(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Mapping[str, Any] | None:
     """The settings as given. `beside`: the content of the file `BESIDE`, used where the config has none."""
-    nested = config.get("text_config")
-    parts = [config, *([nested] if isinstance(nested, Mapping) else [])]
-    for part in parts:
-        for key in SETTINGS_KEYS:
-            if isinstance(part.get(key), Mapping) and part[key]:
-                return part[key]
-    inner = (beside or {}).get("quantization")
-    return {"quant_method": "modelopt", **inner} if isinstance(inner, Mapping) and inner else None
+    return next((settings for _, settings in stated_settings(config, beside)), None)
 
 
 def read_quantization(config: Mapping[str, Any], beside: Mapping[str, Any] | None = None) -> Quantization | None:
     """The rules of a release; None when it says nothing of quantization."""
-    settings = quantization_settings(config, beside)
-    if settings is None:
-        return None
+    stated = stated_settings(config, beside)
+    return read_settings(*stated[0], config) if stated else None
+
+
+def read_settings(place: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> Quantization:
+    """The rules that these settings alone give, found at `place` (as in `stated_settings`)."""
     method = str(settings.get("quant_method") or ("modelopt" if settings.get("quant_algo") else "unknown")).lower()
     ignored = tuple(str(item) for key in IGNORE_KEYS for item in settings.get(key) or () if isinstance(item, str))
     dtype = "float16" if "float16" in str(_either(config, "dtype", "torch_dtype")).replace("bfloat16", "") else "bfloat16"
@@ -81,7 +95,7 @@ def read_quantization(config: Mapping[str, Any], beside: Mapping[str, Any] | Non
         ignored += tuple(f"re:{key[2:]}" for key in settings.get("dynamic") or {} if str(key).startswith("-:"))
     else:
         rules, notes = [_unknown(method, f"quantization method {method!r}")], []
-    nested = not any(isinstance(config.get(key), Mapping) and config[key] for key in SETTINGS_KEYS) and beside is None
+    nested = place.startswith("text_config.")
     return Quantization(method=method, rules=tuple(rules), ignored=ignored, notes=tuple(notes), text_only=nested)
 
 
@@ -89,6 +103,10 @@ def _either(config: Mapping[str, Any], *keys: str) -> Any:
     nested = config.get("text_config")
     parts = [config, *([nested] if isinstance(nested, Mapping) else [])]
     return next((part[key] for part in parts for key in keys if part.get(key) is not None), None)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _unknown(name: str, what: str) -> Rule:
@@ -111,7 +129,8 @@ def _fp8(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[list[R
     static = str(settings.get("activation_scheme", "dynamic")) == "static"
     experts = str(settings.get("expert_dtype") or _either(config, "expert_dtype") or "").lower()
     notes = []
-    if isinstance(size, Sequence) and len(size) == 2 and all(isinstance(item, int) and item > 0 for item in size):
+    storage: Storage | None
+    if isinstance(size, Sequence) and not isinstance(size, str) and len(size) == 2 and all(map(_is_size, size)):
         # FP4 experts come with scales as exponent bytes everywhere; a power-of-two scale alone is still stored as float32.
         scale = "float8_e8m0fnu" if experts in ("fp4", "mxfp4") else "float32"
         kind = f"fp8 {'static' if static else f'dynamic, 1x{size[1]}'}"
@@ -123,12 +142,15 @@ def _fp8(settings: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[list[R
         storage = Storage(
             scheme="fp8-channel", bits=8, block=(1, 0), scale_dtype="float32", activations="fp8 dynamic per token"
         )
+    elif size is not None:  # never another size than the one stated
+        storage = None
     else:
         storage = FP8_TENSOR if static else replace(FP8_TENSOR, activations="fp8 dynamic", matrix_bytes=0)
-        notes.append("no weight_block_size: one scale per matrix is assumed")
-    rules = [Rule(name="fp8", storage=storage)]
+        if "weight_block_size" not in settings and not static:
+            notes.append("no weight_block_size: one scale per matrix is assumed")
+    rules = [Rule(name="fp8", storage=storage) if storage else _unknown("fp8", f"weight_block_size {size!r}")]
     if experts in ("fp4", "mxfp4"):
-        stored = replace(MXFP4, scale_dtype="float8_e8m0fnu", activations=storage.activations)
+        stored = replace(MXFP4, scale_dtype="float8_e8m0fnu", activations=storage.activations if storage else None)
         rules.insert(0, Rule(name="experts", storage=stored, experts_only=True))
     elif experts and experts not in ("fp8", "float8", "float8_e4m3fn"):
         rules.insert(0, replace(_unknown("experts", f"expert_dtype {experts!r}"), experts_only=True))
@@ -156,8 +178,10 @@ def _group_storage(weights: Mapping[str, Any], inputs: Any, form: str, dtype: st
     """The storage of one group of compressed-tensors; None for a combination that is not known."""
     bits, kind = weights.get("num_bits"), str(weights.get("type", "int"))
     group = weights.get("group_size")
-    size = group if isinstance(group, int) and group > 0 else None
-    strategy = str(weights.get("strategy") or ("group" if size else "tensor"))
+    size = group if _is_size(group) else None
+    if size is None and group not in (None, -1):  # -1: one group, the whole row
+        return None
+    strategy = str(weights.get("strategy") or ("group" if size else "tensor" if group is None else "channel"))
     active = _activations(inputs)
     zero = int(bits) if weights.get("symmetric") is False and isinstance(bits, int) else 0
     if kind == "float" and bits == 4:
@@ -205,13 +229,14 @@ def _activations(inputs: Any) -> str | None:
 def _block(value: Any) -> tuple[int, int] | None:
     parts = value.lower().split("x") if isinstance(value, str) else value
     if isinstance(parts, Sequence) and len(parts) == 2 and all(str(item).strip().isdigit() for item in parts):
-        return int(parts[0]), int(parts[1])
+        rows, columns = int(parts[0]), int(parts[1])
+        return (rows, columns) if rows and columns else None  # 0 would be taken for a whole dimension
     return None
 
 
 def _algorithm(name: str, group: Any, dtype: str) -> Storage | None:
     """The storage of one of ModelOpt's algorithms."""
-    size = group if isinstance(group, int) and group > 0 else None
+    size = group if _is_size(group) else None
     smooth = 2  # bytes: the factor of each input column that smoothing leaves beside the weight
     grouped = size or 128
     awq = Storage(scheme=f"int4-g{grouped}", bits=4, block=(1, grouped), scale_dtype=dtype, column_bytes=smooth)
@@ -237,16 +262,22 @@ def _algorithm(name: str, group: Any, dtype: str) -> Storage | None:
         "W8A16": Storage(scheme="int8", bits=8, block=(1, 0), scale_dtype=dtype),
     }  # fmt: skip
     found = table.get(name.upper())
-    if found is not None and found.scheme == "nvfp4" and size:
-        found = replace(found, block=(1, size))
+    if found is not None and (found.scheme == "nvfp4" or found is awq):
+        if size is None and group is not None:
+            return None  # a group size that no format has
+        found = replace(found, block=(1, size or found.block[1]))
     return found
 
 
+def _algorithm_named(name: str, group: Any) -> str:
+    return f"algorithm {name!r}" + ("" if group is None else f" with group size {group!r}")
+
+
 def _modelopt(settings: Mapping[str, Any], dtype: str) -> tuple[list[Rule], list[str]]:
-    name = str(settings.get("quant_algo") or "")
-    storage = _algorithm(name, settings.get("group_size"), dtype)
+    name, group = str(settings.get("quant_algo") or ""), settings.get("group_size")
+    storage = _algorithm(name, group, dtype)
     if storage is None:
-        return [_unknown(name or "modelopt", f"algorithm {name!r}")], []
+        return [_unknown(name or "modelopt", _algorithm_named(name, group))], []
     return [Rule(name=name.lower(), storage=storage)], []
 
 
@@ -266,7 +297,7 @@ def _listed(
         group = entry.get("group_size") if isinstance(entry, Mapping) else None
         if (name, group) not in by_algorithm:
             storage = _algorithm(name, group, dtype)
-            rule = Rule(name=name.lower(), storage=storage) if storage else _unknown(name, f"algorithm {name!r}")
+            rule = Rule(name=name.lower(), storage=storage) if storage else _unknown(name, _algorithm_named(name, group))
             by_algorithm[name, group] = replace(rule, targets=())
         made[str(module)] = by_algorithm[name, group]
     base, notes = _fp8(settings, config) if method == "fp8" else ([], [])
@@ -282,9 +313,9 @@ def _listed(
 
 def _gptq_or_awq(settings: Mapping[str, Any], method: str) -> tuple[list[Rule], list[str]]:
     bits, group = settings.get("bits", settings.get("w_bit")), settings.get("group_size", settings.get("q_group_size"))
-    if bits not in (2, 4, 8) or not isinstance(group, int):
+    if bits not in (2, 4, 8) or not (_is_size(group) or group == -1):
         return [_unknown(method, f"{method} with {bits} bits and group size {group}")], []
-    size = group if group > 0 else 0
+    size = int(group) if _is_size(group) else 0
     storage = Storage(
         scheme=f"int{bits}-g{size}" if size else f"int{bits}-channel", bits=int(bits), block=(1, size), scale_dtype="float16",
         word_columns=32 // int(bits), zero_bits=int(bits), column_bytes=4 if method == "gptq" else 0,
@@ -302,6 +333,5 @@ def _gptq_or_awq(settings: Mapping[str, Any], method: str) -> tuple[list[Rule], 
 
 
 def settings_beside(release: Release) -> Mapping[str, Any] | None:
-    """The content of the settings file that some tools write beside the config. Raises DayZeroError when it is no JSON."""
-    path = release.path(BESIDE)
-    return read_object(path) if path.is_file() else None
+    """The content of the settings file that some tools write beside the config."""
+    return release.quantization_file

@@ -11,7 +11,7 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Layout, Plan
 from dayzero.core.target import Target
-from dayzero.plan.export import asked, compose, kubernetes, sglang, shell, vllm
+from dayzero.plan.export import compose, kubernetes, sglang, shell, vllm
 from dayzero.plan.export.checked import load_options
 
 ENGINES = {"vllm": vllm, "sglang": sglang, "vllm-ascend": vllm}
@@ -49,8 +49,8 @@ def export(
     notes: list[str] = []
     path = model_path or f"/models/{model.name}"
     files: dict[str, str] = {}
-    if (followed := asked.memory_model(plan)) not in (None, engine):
-        notes.append(f"the ledger follows the memory model of {followed}: plan with --engine {engine} for this engine's")
+    if plan.engine != engine:
+        notes.append(f"the ledger follows the memory model of {plan.engine}: plan with --engine {engine} for this engine's")
     made = ENGINES[engine].servers(plan, model, target, listed, path, notes)
     for server in made:
         folder = "" if server.role == "mixed" else f"{server.role}/"

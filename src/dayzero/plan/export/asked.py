@@ -10,13 +10,17 @@ from dataclasses import MISSING, fields
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Layout, Plan, Pool
+from dayzero.core.target import Target
 from dayzero.core.units import canonical_dtype
+from dayzero.plan.engines import OWN
+from dayzero.plan.links import Links
 
 AS_PUBLISHED = "as published"
 PLAIN = ("bfloat16", "float16", "float32", "float64")
 # Kernels over one compressed row per token take pages of multiples of 64 tokens, others of 16.
 LATENT_BLOCK, PLAIN_BLOCK = 64, 16
 ROLES = ("mixed", "prefill", "decode")
+SAME_RESULTS = "results are the same, activations of a prefill are larger than planned and collectives are all-reduces"
 _LAYOUT = ("tp", "pp", "dp", "cp", "cp_in_tp", "ep", "sp", "placement", "stages")
 _POOL = ("role", "layout", "role_layouts", "prefill", "decode")
 
@@ -72,8 +76,17 @@ def overrides(pool: Pool) -> dict[str, Layout]:
     return {role: layout for role, layout in pool.role_layouts.items() if layout != pool.layout}
 
 
-def placement_note(layout: Layout, order: tuple[str, ...], notes: list[str]) -> None:
-    """Which axis lies on which link is fixed in an engine: `order` is its numbering of ranks, innermost first."""
+def degrees(layout: Layout) -> str:
+    """The options that plan just these devices: one degree fixed alone leaves the search layouts that it does not divide."""
+    given = (("tp", layout.tp), ("pp", layout.pp), ("dp", layout.dp), ("cp", layout.cp_devices), ("dcp", layout.cp_in_tp))
+    return " ".join(f"--{axis} {degree}" for axis, degree in given)
+
+
+def placement_note(layout: Layout, order: tuple[str, ...], target: Target, notes: list[str]) -> None:
+    """Which axis lies on which link is fixed in an engine: `order` is its numbering of ranks, innermost first. Not told
+    inside one scale-up domain, where every order lies on the same links."""
+    if layout.num_devices <= Links(target).domain:
+        return
     planned = [axis for axis in layout.placement if layout.degree(axis) > 1]
     fixed = [axis for axis in order if layout.degree(axis) > 1]
     if planned != fixed:
@@ -88,15 +101,10 @@ def sequences(plan: Plan, layout: Layout) -> int:
     return max(1, -(-plan.concurrency // layout.dp))
 
 
-def memory_model(plan: Plan) -> str | None:
-    """Whose memory model the plan's ledger followed; None where the plan does not say."""
-    return getattr(plan, "engine", None)
-
-
 def step_tokens(plan: Plan, running: int) -> int:
     """Tokens of the largest step: a chunk beside the other sequences' decode tokens; where the ledger followed an engine whose
     chunk bounds both together, the chunk."""
-    if memory_model(plan) in (None, "dayzero"):
+    if plan.engine == OWN:
         return plan.prefill_chunk_tokens + running - 1
     return max(plan.prefill_chunk_tokens, running)
 
@@ -110,6 +118,21 @@ def is_latent(model: ModelDescription) -> bool:
     caches = [spec for kind in model.layer_kinds for spec in kind.cache]
     growing = [spec for spec in caches if spec.elements_per_token and spec.window_tokens is None]
     return bool(growing) and all(spec.kind in ("latent", "indexer", "compressed") for spec in growing)
+
+
+def has_windows(model: ModelDescription) -> bool:
+    """Whether some caches keep only the last tokens."""
+    return any(spec.window_tokens is not None for kind in model.layer_kinds for spec in kind.cache)
+
+
+def has_states(model: ModelDescription) -> bool:
+    """Whether some layers keep a state that does not grow."""
+    return any(spec.elements_per_sequence for kind in model.layer_kinds for spec in kind.cache)
+
+
+def is_sparse(model: ModelDescription) -> bool:
+    """Whether an indexer chooses the tokens that a shared cache is read for."""
+    return any(kind.mixer == "sparse_latent" for kind in model.layer_kinds)
 
 
 def block_tokens(plan: Plan, model: ModelDescription, notes: list[str]) -> int | None:

@@ -47,7 +47,7 @@ def _server(
     layout, copies = pool.layout, _copies(pool.layout, model)
     world = layout.num_devices // layout.pp // copies
     nodes, cards = require_layout(model, layout, target, listed.engine, pool.role, notes)
-    asked.placement_note(layout, ORDER, notes)
+    asked.placement_note(layout, ORDER, target, notes)
     options = [*_parallel(model, pool, world, copies, listed, notes), *_sizes(plan, layout, copies, page, notes),
                *_numbers(plan, model, listed.engine)]  # fmt: skip
     if pool.role != "mixed":
@@ -153,10 +153,10 @@ def _parallel(
         raise _no_role(listed, role, other, "the pool's own layout")
     if layout.ep > 1 and asked.has_experts(model):
         options.append(("--ep-size", layout.ep))
-    if layout.sp:
+    if layout.sp and layout.tp > 1:
         notes.append(
             "sequence parallelism is not asked for: this engine splits tokens between matrix products for a few classes only "
-            "(--enable-layernorm-sp); activations of a prefill are larger than planned, collectives are all-reduces"
+            f"(--enable-layernorm-sp); {asked.SAME_RESULTS}"
         )
     return options + _context_parallel(model, pool, notes)
 
@@ -173,12 +173,11 @@ def _context_parallel(model: ModelDescription, pool: Pool, notes: list[str]) -> 
     options: list[tuple[str, Any]] = [("--dcp-size", layout.cp_in_tp)] if layout.cp_in_tp > 1 else []
     if layout.cp_devices == 1:
         return options
-    sparse = any(kind.mixer == "sparse_latent" for kind in model.layer_kinds)
     notes.append(
         "whether a model takes context parallelism, and in which layout (--cp-strategy), is decided per class in the "
         "engine: try it before relying on it"
     )
-    strategy = "interleave" if sparse else "zigzag"
+    strategy = "interleave" if asked.is_sparse(model) else "zigzag"
     return [*options, ("--attn-cp-size", layout.cp_devices), ("--enable-prefill-cp", None),
             ("--enable-kv-cache-sharding", None), ("--cp-strategy", strategy)]  # fmt: skip
 

@@ -49,13 +49,15 @@ def _server(
 ) -> Server:  # fmt: skip
     layout = pool.layout
     nodes, cards = require_layout(model, layout, target, listed.engine, pool.role, notes)
-    asked.placement_note(layout, ORDER, notes)
+    asked.placement_note(layout, ORDER, target, notes)
     options = [*_parallel(model, layout), *_sizes(plan, model, layout, listed, notes), *_numbers(plan, model, listed.engine)]
+    if layout.cp > 1 and pool.role != "mixed" and listed.base is not None:  # it hands over whole blocks of one rank only
+        options.append(("--cp-kv-cache-interleave-size", PLUGIN_BLOCK))
     if (transfer := _transfer(model, pool, pools, listed)) is not None:
         options.append(("--kv-transfer-config", transfer))
     extra = _fine_grained(model, pool, listed)
-    if layout.sp:
-        extra |= _sequence_parallel(listed, options, notes)
+    if layout.sp and layout.tp > 1:
+        extra |= _sequence_parallel(model, layout, listed, options, notes)
     if extra:
         options.append(("--additional-config", extra))
     name = resource_name(model.name if pool.role == "mixed" else f"{model.name}-{pool.role}")
@@ -95,6 +97,9 @@ def require_layout(
                            "plan with --dp 1 or --cp 1")  # fmt: skip
     _require_experts(layout, engine)
     _require_context(model, layout, engine)
+    if layout.cp > 1 and asked.has_states(model):
+        notes.append("decode context parallelism beside layers that keep a state is young in this engine: older versions "
+                     "refuse it when they start")  # fmt: skip
     whole_cache = layout.cp == max(layout.tp, layout.cp_devices) and asked.is_latent(model)
     if role != "mixed" and not plugin and layout.cp > 1 and not whole_cache:
         raise asked.cannot(
@@ -117,7 +122,8 @@ def _require_experts(layout: Layout, engine: str) -> None:
     whole = layout.stage_devices
     if layout.ep not in (1, whole):
         raise asked.cannot(engine, f"to divide experts over {layout.ep} of a stage's {whole} ranks", f"ep={layout.ep}",
-                           f"plan with --ep {whole} (whole experts on all ranks) or --ep 1 (each expert's tensors cut)",
+                           f"plan with {asked.degrees(layout)} --ep {whole} (whole experts on all ranks), or with --ep 1 (each "
+                           "expert's tensors cut)",
                            f"1 or {whole}")  # fmt: skip
 
 
@@ -129,7 +135,19 @@ def _require_context(model: ModelDescription, layout: Layout, engine: str) -> No
             f"tp={layout.tp}, cp={layout.cp_devices}, dcp={layout.cp_in_tp}",
             f"plan with --dcp 1 or --dcp {layout.tp}",
         )
-    if layout.cp == 1 or asked.is_latent(model):
+    if layout.cp == 1:
+        return
+    if asked.has_windows(model):  # its manager of windows asserts that nothing is divided, at the first request
+        raise asked.cannot(engine, "to divide the cache of a model with windows by context", f"cp={layout.cp}",
+                           "plan with --cp 1 --dcp 1", "no context parallelism")  # fmt: skip
+    if layout.cp_devices > 1 and asked.has_states(model):
+        raise asked.cannot(engine, "to give context ranks of their own to a model whose layers keep states",
+                           f"cp={layout.cp_devices}", "plan with --cp 1", "--dcp alone")  # fmt: skip
+    if engine != "vllm" and asked.is_sparse(model) and layout.cp_devices == 1 and layout.cp_in_tp != layout.tp:
+        raise asked.cannot(engine, "to divide a sparse cache over part of the tensor-parallel ranks",
+                           f"tp={layout.tp}, dcp={layout.cp_in_tp}", f"plan with --dcp {layout.tp} or --dcp 1",
+                           f"dcp of 1 or {layout.tp}")  # fmt: skip
+    if asked.is_latent(model):
         return
     keys = model.dimensions.num_key_value_heads or 0
     queries = model.dimensions.num_attention_heads or 0
@@ -213,7 +231,9 @@ def _transfer(model: ModelDescription, pool: Pool, pools: tuple[Pool, ...], list
     return {"kv_connector": "NixlConnector", "kv_role": role, "kv_load_failure_policy": "fail"}
 
 
-def _sequence_parallel(listed: OptionList, options: list[tuple[str, Any]], notes: list[str]) -> dict[str, Any]:
+def _sequence_parallel(
+    model: ModelDescription, layout: Layout, listed: OptionList, options: list[tuple[str, Any]], notes: list[str]
+) -> dict[str, Any]:
     """Tokens split between matrix products: a compiler pass of the engine, a switch of the plugin (returned)."""
     if listed.base is None:
         if listed.has_key("--compilation-config", "pass_config.enable_sp"):
@@ -221,9 +241,11 @@ def _sequence_parallel(listed: OptionList, options: list[tuple[str, Any]], notes
         else:
             notes.append(
                 f"sequence parallelism is not asked for: vllm {listed.version} has no switch for it (experts split their "
-                "tokens by themselves where whole experts and data parallelism meet); activations of a prefill are larger "
-                "than planned"
+                f"tokens by themselves where whole experts and data parallelism meet); {asked.SAME_RESULTS}"
             )
+        return {}
+    if asked.has_experts(model) and layout.ep == 1:
+        notes.append(f"sequence parallelism is not asked for: the plugin has it with whole experts only; {asked.SAME_RESULTS}")
         return {}
     listed.check("enable_flashcomm1", True)
     return {"enable_flashcomm1": True}
