@@ -179,6 +179,7 @@ def test_a_folder_without_a_tokenizer_says_so(tmp_path: Path) -> None:
         TextCodec.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_loading_a_tokenizer_json_needs_no_torch(tmp_path: Path) -> None:
     folder = make_byte_level_folder(tmp_path)
     code = f"""import sys; from pathlib import Path; from dayzero.serve.text import TextCodec

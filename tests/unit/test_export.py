@@ -184,6 +184,7 @@ def test_what_an_engine_cannot_be_told_is_an_error(engine, layout, more, told):
     assert error.value.got and error.value.want and error.value.fix
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("build", [make_dense_model, make_latent_moe_model])
 def test_a_search_can_ask_before_what_the_export_would_refuse(engine, build):

@@ -319,6 +319,7 @@ def test_ck_06_a_header_as_long_as_the_file_is_cut(tmp_path: Path) -> None:
     assert read_header(path, path.name)[1][0].kind == "truncated"
 
 
+@pytest.mark.slow
 def test_ck_06_a_file_of_many_tensors_is_accepted(tmp_path: Path) -> None:
     header, size = make_header({f"layers.{number}.w": ("U8", [1]) for number in range(100_000)})
     make_file(tmp_path / "x.safetensors", header, size)

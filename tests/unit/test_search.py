@@ -95,6 +95,7 @@ def test_what_lacks_least_equals_trying_every_layout():
     assert best.evaluation.short_bytes == min(shorts)
 
 
+@pytest.mark.slow
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(700 * MIB, 3 * GIB), st.integers(200, 3_000_000), st.integers(1, 16))
 @settings(max_examples=20, deadline=None)
 def test_adding_cards_never_makes_feasible_infeasible(cards, more, memory, context, concurrency):

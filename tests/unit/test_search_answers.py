@@ -26,6 +26,7 @@ def make_small_plan(model=None, *, target=None, workload=None, **options):
 # --- objectives
 
 
+@pytest.mark.slow
 def test_each_objective_is_best_at_its_own():
     target, plans = make_target(memory_bytes=200 * GIB), {}
     for objective in ("throughput", "latency", "cost", "fewest_cards"):
@@ -43,6 +44,7 @@ def test_the_fewest_cards_are_found_among_all_numbers():
     assert not any(make_small_plan(devices=fewer).feasible for fewer in range(max(1, plan.devices - 3), plan.devices))
 
 
+@pytest.mark.slow
 def test_a_latency_goal_is_kept_or_told():
     slow = make_small_plan(devices=32)
     goal = Workload(max_tpot_s=slow.decode.low_s * 0.9)

@@ -65,6 +65,7 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch
     assert [check for check in checks if check.verdict == "fail"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "check"),
     [
@@ -99,6 +100,7 @@ def test_a_process_that_ends_is_a_failure() -> None:
         child.wait()
 
 
+@pytest.mark.slow
 def test_requests_that_never_end_are_cut_off_in_bounded_time() -> None:
     with MockServer(token_s=0.03) as server:
         started = time.monotonic()
