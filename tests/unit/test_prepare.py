@@ -19,6 +19,8 @@ from dayzero.plan import PlanOptions, make_plan
 from dayzero.plan.family import Family, Pattern, Scaler, load_family, parse_size
 from dayzero.plan.prepare import parse_sizes, prepare, preset_files
 
+pytestmark = pytest.mark.slow
+
 EXPERT_MODEL = {
     "model_type": "announced", "architectures": ["AnnouncedForCausalLM"], "torch_dtype": "bfloat16", "hidden_size": 7168,
     "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "intermediate_size": 18432,

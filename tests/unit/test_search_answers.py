@@ -14,6 +14,8 @@ from dayzero.plan.case import open_case
 from dayzero.plan.roofline import MEASURED, PUBLISHED, shares_of
 from tests.unit.plan_builders import make_dense_model, make_latent_moe_model, make_target
 
+pytestmark = pytest.mark.slow
+
 LARGE = make_latent_moe_model()
 SMALL = {"layers": 6, "dense": 1, "hidden": 32, "heads": 8, "q_rank": 16, "kv_rank": 8, "nope": 4, "rope": 4, "value": 4,
          "inner": 48, "expert_inner": 16, "experts": 8, "chosen": 2, "vocab": 64}  # fmt: skip
@@ -26,7 +28,6 @@ def make_small_plan(model=None, *, target=None, workload=None, **options):
 # --- objectives
 
 
-@pytest.mark.slow
 def test_each_objective_is_best_at_its_own():
     target, plans = make_target(memory_bytes=200 * GIB), {}
     for objective in ("throughput", "latency", "cost", "fewest_cards"):
@@ -44,7 +45,6 @@ def test_the_fewest_cards_are_found_among_all_numbers():
     assert not any(make_small_plan(devices=fewer).feasible for fewer in range(max(1, plan.devices - 3), plan.devices))
 
 
-@pytest.mark.slow
 def test_a_latency_goal_is_kept_or_told():
     slow = make_small_plan(devices=32)
     goal = Workload(max_tpot_s=slow.decode.low_s * 0.9)

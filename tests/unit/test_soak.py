@@ -22,6 +22,8 @@ from dayzero.report.text import soak_table
 from dayzero.report.traffic import Deck, default_faults
 from tests.unit.serving_mock import CONTEXT_TOKENS, MockServer
 
+pytestmark = pytest.mark.slow
+
 DURATION_S = 1.5
 
 
@@ -65,7 +67,6 @@ def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch
     assert [check for check in checks if check.verdict == "fail"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("defect", "check"),
     [
@@ -100,7 +101,6 @@ def test_a_process_that_ends_is_a_failure() -> None:
         child.wait()
 
 
-@pytest.mark.slow
 def test_requests_that_never_end_are_cut_off_in_bounded_time() -> None:
     with MockServer(token_s=0.03) as server:
         started = time.monotonic()
