@@ -1,6 +1,7 @@
-"""Is the machine quiet enough to measure? A fixed matmul and a fixed memory read, timed between runs.
+"""Is the machine as quiet as it usually is? A fixed matmul and a fixed memory read, timed between runs.
 
-A figure counts only if the gate before and after it is close to the best gate seen; otherwise it is measured again.
+A figure counts only if the gate before and after it is in line with the median of all gates of this run; otherwise it is
+measured again. The median, not the best: a virtual machine's luckiest moment is no yardstick for its steady state.
 """
 
 import statistics
@@ -10,21 +11,28 @@ from dataclasses import dataclass, field
 
 import torch
 
-TOLERANCE = 1.15  # slower than the best gate by more than this: somebody else is using the machine
+TOLERANCE = 1.15  # slower than the median gate by more than this: somebody else is using the machine
+FIRST_GATES = 7  # before the first judgement
 
 
 @dataclass
 class Gate:
-    """Seconds of the fixed work, best so far. `quiet()` runs it once and says whether the machine was free."""
+    """Seconds of the fixed work, all seen so far. `quiet()` runs it once and says whether the machine was as usual."""
 
     matrix: torch.Tensor = field(default_factory=lambda: torch.randn(768, 768))
     memory: torch.Tensor = field(default_factory=lambda: torch.zeros(32 * 2**20, dtype=torch.uint8))
-    best_s: list[float] = field(default_factory=lambda: [float("inf"), float("inf")])
+    seen_s: list[tuple[float, float]] = field(default_factory=list)
 
     def quiet(self) -> bool:
-        times = [_fastest(lambda: self.matrix @ self.matrix), _fastest(lambda: self.memory.sum(dtype=torch.int64))]
-        self.best_s = [min(best, seen) for best, seen in zip(self.best_s, times, strict=True)]
-        return all(seen <= TOLERANCE * best for seen, best in zip(times, self.best_s, strict=True))
+        while len(self.seen_s) < FIRST_GATES:
+            self.seen_s.append(self._run())
+        now = self._run()
+        self.seen_s.append(now)
+        usual = [statistics.median(one) for one in zip(*self.seen_s, strict=True)]
+        return all(seen <= TOLERANCE * median for seen, median in zip(now, usual, strict=True))
+
+    def _run(self) -> tuple[float, float]:
+        return _fastest(lambda: self.matrix @ self.matrix), _fastest(lambda: self.memory.sum(dtype=torch.int64))
 
 
 def _fastest(work: Callable[[], object]) -> float:
