@@ -10,10 +10,9 @@ from dayzero.core.operator_totals import Totals, operator_totals
 from dayzero.core.records import record_json, to_dict
 from dayzero.core.sized_operators import engine_step
 from dayzero.core.structure import Routing
+from dayzero.report.model_rows import CACHE_LENGTHS, EXAMPLE_TOKENS
 
-CACHE_LENGTHS = (8_192, 131_072, 1_048_576)
 CACHE_DTYPES = ("float32", "bfloat16", "float8_e4m3fn", "int8", "int4")
-EXAMPLE_TOKENS = 8_192  # formulas are also given as numbers here: one sequence, a prefill and a decode step of that context
 
 
 def inspect_summary(
@@ -74,16 +73,19 @@ def cache_summary(model: ModelDescription) -> dict[str, Any]:
         "dtype": model.dtype,
         "bytes_per_token": model.cache_bytes_per_token,
         "bytes_per_sequence": model.cache_bytes_per_sequence,
-        "bytes_at_tokens": {str(tokens): model.cache_bytes(tokens) for tokens in CACHE_LENGTHS},
+        "bytes_at_tokens": {str(tokens): model.cache_bytes(tokens) for tokens in CACHE_LENGTHS.values()},
         "by_dtype": {
-            dtype: {str(tokens): model.cache_bytes(tokens, dtype) for tokens in CACHE_LENGTHS}
+            dtype: {str(tokens): model.cache_bytes(tokens, dtype) for tokens in CACHE_LENGTHS.values()}
             for dtype in dict.fromkeys((model.dtype, *CACHE_DTYPES))
         },
         "by_layer_kind": {
             kind.name: {
                 "layers": len(kind.layers),
                 "tensors": [to_dict(spec) for spec in kind.cache],
-                "bytes_at_tokens": {str(n): sum(s.bytes_for(n) for s in kind.cache) * len(kind.layers) for n in CACHE_LENGTHS},
+                "bytes_at_tokens": {
+                    str(tokens): sum(spec.bytes_for(tokens) for spec in kind.cache) * len(kind.layers)
+                    for tokens in CACHE_LENGTHS.values()
+                },
             }
             for kind in model.layer_kinds
         },

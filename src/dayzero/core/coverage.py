@@ -15,12 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from dayzero.core.formulas import evaluate
-from dayzero.core.model import ModelDescription, OperatorGraph, OperatorNode
+from dayzero.core.model import PHASES, ModelDescription, OperatorNode, Phase
+from dayzero.core.operator_totals import graphs_of
 from dayzero.core.operators import Binding, Coverage, OperatorMap
 from dayzero.core.records import STRICT
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
 CoverageBinding = Binding | Literal["unknown"]
 # The order in which bindings are shown: what runs well first.
 ORDER: tuple[CoverageBinding, ...] = ("library", "fused", "custom", "composed", "fallback", "missing", "unknown")
@@ -197,15 +196,9 @@ def _shares(part: Coverage) -> dict[str, float]:
 
 def _nodes(model: ModelDescription, phase: Phase) -> Iterator[tuple[OperatorNode, int]]:
     """Each node of a phase and how many layers have it; 1 outside the layers."""
-    for kind in model.layer_kinds:
-        for node in _of_phase(kind.operators, phase):
-            yield node, len(kind.layers)
-    for node in _of_phase(model.outer_operators, phase):
-        yield node, 1
-
-
-def _of_phase(graph: OperatorGraph, phase: Phase) -> tuple[OperatorNode, ...]:
-    return graph.prefill if phase == "prefill" else graph.decode
+    for graph, layers, _ in graphs_of(model):
+        for node in graph.of(phase):
+            yield node, layers
 
 
 def _sums(model: ModelDescription, phase: Phase, batch: int, new: int, context: int) -> tuple[dict[str, _Sum], int]:
@@ -292,7 +285,7 @@ def _uncounted(model: ModelDescription) -> list[str]:
     notes: list[str] = []
     for kind in model.layer_kinds:
         for phase in PHASES:
-            if not _of_phase(kind.operators, phase):
+            if not kind.operators.of(phase):
                 why = "; ".join(note for note in kind.operators.notes) or "no operator graph"
                 notes.append(f"the {phase} of {len(kind.layers)} layers ({kind.name}) is not counted: {why}")
     if model.towers:

@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
-from dayzero.core.model import ModelDescription, OperatorGraph
+from dayzero.core.model import PHASES, ModelDescription
+from dayzero.core.operator_totals import graphs_of
 from dayzero.core.records import STRICT
 from dayzero.core.structure import Structure
 from dayzero.core.units import format_bytes, format_count
@@ -123,17 +124,13 @@ def _caches(model: ModelDescription) -> Facts:
 
 def _operators(model: ModelDescription) -> Facts:
     found: Facts = {}
-    for phase in ("prefill", "decode"):
+    for phase in PHASES:
         counts: dict[str, int] = {}
-        for graph, layers in _graphs(model):
-            for node in getattr(graph, phase):
+        for graph, layers, _ in graphs_of(model):
+            for node in graph.of(phase):
                 counts[node.kind] = counts.get(node.kind, 0) + node.count * layers
         found |= {f"{phase} {name}": str(count) for name, count in sorted(counts.items())}
     return found
-
-
-def _graphs(model: ModelDescription) -> list[tuple[OperatorGraph, int]]:
-    return [*((kind.operators, len(kind.layers)) for kind in model.layer_kinds), (model.outer_operators, 1)]
 
 
 def _checkpoint(model: ModelDescription) -> Facts:

@@ -33,3 +33,8 @@ def _rebuild(
     cls: type[DayZeroError], what: str, got: str, want: str, fix: str, details: dict[str, object]
 ) -> DayZeroError:
     return cls(what, got=got, want=want, fix=fix, details=details)
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """Class and text of an exception on one line of at most so many characters: a reason inside a sentence."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]

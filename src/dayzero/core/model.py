@@ -134,6 +134,10 @@ class OperatorNode:
     bytes: str = "0"
 
 
+Phase = Literal["prefill", "decode"]
+PHASES: tuple[Phase, ...] = ("prefill", "decode")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OperatorGraph:
     """Operators in the order they run: a prefill (C = T) and a decode step (T = 1). `notes`: what could not be resolved."""
@@ -142,6 +146,9 @@ class OperatorGraph:
     prefill: tuple[OperatorNode, ...] = ()
     decode: tuple[OperatorNode, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def of(self, phase: Phase) -> tuple[OperatorNode, ...]:
+        return self.prefill if phase == "prefill" else self.decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,10 +6,8 @@ The same operator of several layer kinds is one row; formulas are sums over all 
 from dataclasses import dataclass
 
 from dayzero.core.formulas import ZERO, Formula, evaluate, parse
-from dayzero.core.model import ModelDescription, OperatorGraph
+from dayzero.core.model import PHASES, ModelDescription, OperatorGraph
 from dayzero.core.records import STRICT
-
-PHASES = ("prefill", "decode")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +49,7 @@ def operator_totals(model: ModelDescription) -> tuple[OperatorTotals, ...]:
     sums: dict[tuple[str, str], tuple[Formula, Formula]] = {}
     for graph, layers, where in graphs_of(model):
         for phase in PHASES:
-            for node in getattr(graph, phase):
+            for node in graph.of(phase):
                 key = (node.kind, phase)
                 names.setdefault(node.kind, f"{where}: {node.name}" if node.name else where)
                 counts[key] = counts.get(key, 0) + node.count * layers

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dayzero.core.formulas import evaluate
-from dayzero.core.model import Dimensions, LayerKind, ModelDescription, OperatorGraph, OperatorNode
+from dayzero.core.model import Dimensions, LayerKind, ModelDescription, OperatorGraph, OperatorNode, Phase
 from dayzero.core.records import STRICT
 from dayzero.core.units import DTYPE_BITS
 
@@ -119,7 +119,7 @@ def engine_step(model: ModelDescription, *, new_tokens: int, context_tokens: int
     if not model.parameters:
         return None
     sizes_at = {"B": 1, "T": new_tokens, "C": context_tokens}
-    phase = "decode" if new_tokens == 1 else "prefill"
+    phase: Phase = "decode" if new_tokens == 1 else "prefill"
     stored = {group.name: group.num_bytes / group.parameters for group in model.quantization_groups
               if group.num_bytes and group.parameters}  # fmt: skip
     item = DTYPE_BITS[model.dtype] / 8
@@ -139,10 +139,10 @@ def engine_step(model: ModelDescription, *, new_tokens: int, context_tokens: int
             parameter.num_elements * stored.get(parameter.group, item) * (read_share if parameter.role == "expert" else 1.0)
             for parameter in own
         )
-        flops += sum(evaluate(node.flops, **sizes_at) for node in getattr(graph, phase)) * len(kind.layers)
+        flops += sum(evaluate(node.flops, **sizes_at) for node in graph.of(phase)) * len(kind.layers)
         moved += sum(spec.bytes_for(context_tokens) for spec in kind.cache) * len(kind.layers)
         weights += held * len(kind.layers)
-    flops += sum(evaluate(node.flops, **sizes_at) for node in getattr(outer_operators(model.dimensions, model.dtype), phase))
+    flops += sum(evaluate(node.flops, **sizes_at) for node in outer_operators(model.dimensions, model.dtype).of(phase))
     weights += model.dimensions.vocab_size * model.dimensions.hidden_size * item
     return StepCost(flops=flops, weight_bytes=weights, other_bytes=moved)
 

@@ -19,8 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache
 
+from dayzero.core.errors import one_line
 from dayzero.core.model import CacheKind, CacheSpec
-from dayzero.ops.observe import meta_nonzero
+from dayzero.ops.observe import meta_nonzero, value_answered
 
 # Multiples of every known compression ratio (up to 128), and one less than the longest: buffers of incomplete entries are
 # then at their fullest. Small, because recurrent layers walk over tokens in Python.
@@ -69,7 +70,7 @@ def probe_caches(
             runs, reuse = _runs(model, layers, signatures, first_of, lengths, extra, None)
             return [_layer_cache(layers, signatures, first_of, runs, lengths, index, reuse) for index in range(len(layers))]
         except Exception as error:
-            reasons.append(_one_line(error))
+            reasons.append(one_line(error, 200))
             if asks_for_values(error):
                 break
     # The forward asks for values, which tensors on meta do not have. Every question gets the same answer; where the other
@@ -78,12 +79,12 @@ def probe_caches(
         try:
             runs, reuse = _runs(model, layers, signatures, first_of, lengths, {}, answer)
         except Exception as error:
-            reasons.append(_one_line(error))
+            reasons.append(one_line(error, 200))
             continue
         try:
             others, _ = _runs(model, layers, signatures, first_of, lengths[:1], {}, not answer)
         except Exception as error:
-            reasons.append(_one_line(error))
+            reasons.append(one_line(error, 200))
             others = runs[:1]
         if others[0].tensors == runs[0].tensors:
             return [_layer_cache(layers, signatures, first_of, runs, lengths, index, reuse) for index in range(len(layers))]
@@ -118,10 +119,6 @@ def asks_for_values(error: Exception) -> bool:
     return "meta tensor" in str(error)
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
-
-
 class _Answer(TorchDispatchMode):
     """Gives every question for a tensor's value the same answer."""
 
@@ -131,8 +128,7 @@ class _Answer(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
-            dtype = args[0].dtype
-            return self.answer if dtype == torch.bool else float(self.answer) if dtype.is_floating_point else int(self.answer)
+            return value_answered(args[0], self.answer)
         return func(*args, **(kwargs or {}))
 
 

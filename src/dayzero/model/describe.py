@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dayzero.core.errors import DayZeroError
+from dayzero.core.errors import DayZeroError, one_line
 from dayzero.core.model import Dimensions, LayerKind, ModelDescription, OperatorGraph, Parameter, Problem
 from dayzero.core.structure import QuantizationGroup, Structure
 from dayzero.model.config_keys import normalise_rope, quantization_summary, text_keys
@@ -215,7 +215,6 @@ class _Measured:
         self, model: Any, parameters: list[Parameter], num_layers: int, num_experts: int
     ) -> tuple[list[Parameter], int]:
         from dayzero.model import reconcile
-        from dayzero.model.resolve import one_line
         from dayzero.model.sources import expected_sources
 
         if not self.release.has_weights:

@@ -76,13 +76,13 @@ def estimate(config: Mapping[str, Any], dtype: str) -> Estimate:
     sizes = +sizes
     _share_caches(keys, depth)
     kinds = _kinds(counted)
-    dimensions = _dimensions(keys, pattern, hidden, vocabulary, depth, _mtp_layers(keys))
-    firsts = {kind.name: counted[kind.layers[0]] for kind in kinds}
+    num_mtp = _mtp_layers(keys)
+    dimensions = _dimensions(keys, pattern, hidden, vocabulary, depth, num_mtp)
+    firsts = (counted[kind.layers[0]] for kind in kinds)
     kinds = tuple(
         replace(kind, operators=layer_operators(kind, first.sizes, first.feed.idle, dimensions, dtype))
-        for kind, first in zip(kinds, firsts.values(), strict=True)
+        for kind, first in zip(kinds, firsts, strict=True)
     )
-    num_mtp = _mtp_layers(keys)
     mtp = _mtp_parameters(keys, pattern, num_mtp, hidden, vocabulary, dtype)
     total = sum(sizes.values())
     parts = structure(keys, kinds, [item.tower for item in found])

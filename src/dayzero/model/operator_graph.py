@@ -8,30 +8,27 @@ that the prefill left. What cannot be followed is an empty graph with its reason
 from __future__ import annotations
 
 import contextlib
-import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
 from dayzero.core.collector import collector_paused
-from dayzero.core.errors import DayZeroError
-from dayzero.core.model import LayerKind, OperatorGraph, OperatorNode
+from dayzero.core.errors import DayZeroError, one_line
+from dayzero.core.model import PHASES, LayerKind, OperatorGraph, OperatorNode, Phase
 from dayzero.model.classes import find_layers
 from dayzero.ops.graph.cost import NodeCost, node_costs, operator_nodes
 from dayzero.ops.graph.fit import Fitter
 from dayzero.ops.graph.nodes import NotGeneral, RegionGraph
 from dayzero.ops.graph.record import Recording, kernel_limits, recording
 from dayzero.ops.graph.unify import generalised, held_weights
-from dayzero.ops.observe import CACHE_NAMES, meta_nonzero
+from dayzero.ops.observe import cache_of, implementations_restored, meta_nonzero
 
-Phase = Literal["prefill", "decode"]
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
 VARIABLE: dict[Phase, str] = {"prefill": "T", "decode": "C"}
 # Below and above the windows of a shrunken model (8, 16) and the chunks of linear attention (64), with every remainder by 4
 # and most by 8, so that one chunk is told from another.
@@ -83,7 +80,7 @@ def operator_graphs(model: nn.Module, layer_kinds: Sequence[LayerKind], text_con
         with eager(model), collector_paused():
             runs = _recorded(model, list(layers), layer_kinds, graph_lengths(limits, text_config, _on_meta(model)))
     except Exception as error:  # whatever a model's own code raises is the reason that is shown
-        why = f"the model could not be followed: {one_line(error)}"
+        why = f"the model could not be followed: {_reason(error)}"
         return GraphResult(
             by_kind={kind.name: OperatorGraph(notes=(why,)) for kind in layer_kinds},
             outer=OperatorGraph(notes=(why,)),
@@ -134,7 +131,7 @@ def _recorded(model: nn.Module, layers: list[nn.Module], kinds: Sequence[LayerKi
                 try:
                     return _record_all(model, layers, kinds, lengths, answer, extra, reuse)
                 except Exception as error:  # another way of calling may do; else every reason is shown
-                    reasons.append(one_line(error))
+                    reasons.append(_reason(error))
     raise RuntimeError("; ".join(dict.fromkeys(reasons)))
 
 
@@ -169,7 +166,7 @@ def _record_all(
                     recorder.forget()
                     if phase == "prefill" or reuse:
                         raise
-                    runs.no_decode = f"it cannot be decoded step by step: {one_line(error)}"
+                    runs.no_decode = f"it cannot be decoded step by step: {_reason(error)}"
                     continue
                 made = recorder.recording
                 assert made is not None and not recorder.stack
@@ -218,15 +215,6 @@ def _arguments(model: nn.Module, batch: int, tokens: int, total: int, extra: Seq
         ids = torch.randint(3, 120, (batch, tokens), generator=generator)
     masks = {name: torch.ones(batch, total, dtype=torch.long, device=device) for name in extra}
     return {"input_ids": ids, "use_cache": True, **masks}
-
-
-def cache_of(model: nn.Module, output: Any) -> dict[str, Any]:
-    """The cache that a forward returned, under the name that the next one takes it by."""
-    taken = inspect.signature(model.forward).parameters
-    for name in CACHE_NAMES:
-        if (cache := getattr(output, name, None)) is not None:
-            return {"cache" if "cache" in taken else name: cache}
-    return {}
 
 
 @dataclass(slots=True)
@@ -289,22 +277,15 @@ class _Generaliser:
 @contextlib.contextmanager
 def eager(model: Any) -> Iterator[None]:
     """Attention and experts as the modelling file itself has them, and what was set before back again whatever happens."""
-    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
-    fields = ("_attn_implementation_internal", "_experts_implementation_internal")
-    before = [(config, name, getattr(config, name)) for config in configs.values() for name in fields if hasattr(config, name)]
-    try:
-        for config, name, _ in before:
+    with implementations_restored(model) as settings:
+        for config, name in settings:
             setattr(config, name, "eager")
         yield
-    finally:
-        for config, name, value in before:
-            setattr(config, name, value)
 
 
 def _on_meta(model: nn.Module) -> bool:
     return next(model.parameters()).is_meta
 
 
-def one_line(error: Exception) -> str:
-    what = error.what if isinstance(error, DayZeroError) else str(error)
-    return " ".join(f"{type(error).__name__}: {what}".split())[:300]
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error.what}"[:300] if isinstance(error, DayZeroError) else one_line(error)

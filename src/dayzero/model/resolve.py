@@ -20,7 +20,7 @@ from torch import nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from dayzero.core.errors import DayZeroError
+from dayzero.core.errors import DayZeroError, one_line
 from dayzero.core.model import Problem
 from dayzero.model.classes import build_on_meta, causal_class
 from dayzero.model.config_keys import attention_shape, respelled_rope
@@ -125,10 +125,6 @@ def clean_config(config: dict[str, Any]) -> dict[str, Any]:
         if key.endswith("_config") and isinstance(value, dict):
             cleaned[key] = clean_config(value)
     return cleaned
-
-
-def one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _warning(kind: str, detail: str) -> Problem:

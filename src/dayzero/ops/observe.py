@@ -113,7 +113,7 @@ class _Watcher(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.depth or _called_by_cache():
+        if self.depth or called_from(cache_utils.__file__):
             return self._run(func, args, kwargs)
         if self.keep_samples:
             self._sample(func, args, kwargs)
@@ -123,9 +123,7 @@ class _Watcher(TorchDispatchMode):
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            # The forward asks for a value that meta tensors do not have: every question gets the same answer.
-            dtype = args[0].dtype
-            return self.answer if dtype == torch.bool else float(self.answer) if dtype.is_floating_point else int(self.answer)
+            return value_answered(args[0], self.answer)
         return func(*args, **kwargs)
 
     def _sample(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -218,14 +216,14 @@ def _experts(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any
         return hidden_states * 0.5
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor:
+def mask_in_full(*args: Any, **kwargs: Any) -> Tensor:
     for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
         kwargs.pop(name, None)
     return eager_mask(*args, **kwargs)
 
 
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)  # once per process: importing this module
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, mask_in_full)
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
 
 
@@ -258,12 +256,12 @@ def _observe(
         for length in (prefill_tokens, 1, 1):
             watcher.step = Step()
             output = model(input_ids=tokens[:, :length], use_cache=True, **past)
-            past = _cache_of(model, output)
+            past = cache_of(model, output)
             steps.append(watcher.step)
     return Observation(prefill=steps[0], decode=(steps[1], steps[2]), samples=watcher.samples)
 
 
-def _cache_of(model: nn.Module, output: Any) -> dict[str, Any]:
+def cache_of(model: nn.Module, output: Any) -> dict[str, Any]:
     """The cache that a forward returned, under the name that the next one takes it by."""
     taken = inspect.signature(model.forward).parameters
     for name in CACHE_NAMES:
@@ -272,12 +270,19 @@ def _cache_of(model: nn.Module, output: Any) -> dict[str, Any]:
     return {}
 
 
-def _called_by_cache() -> bool:
-    """Whether transformers' own cache calls the operator at hand. How a cache is kept is the engine's business, which pages
-    it: copying all of it at each step, as this one does, is no operator of the model."""
+def value_answered(tensor: Tensor, answer: bool) -> bool | int | float:
+    """A forward asks for a value that meta tensors do not have: every question gets the same answer, in the tensor's type."""
+    dtype = tensor.dtype
+    return answer if dtype == torch.bool else float(answer) if dtype.is_floating_point else int(answer)
+
+
+def called_from(*files: str) -> bool:
+    """Whether code of one of the files, below the nearest module, calls the operator at hand; to be asked in
+    `__torch_dispatch__`. How a cache is kept, for one, is the engine's business, which pages it: copying all of it at each
+    step, as transformers' own does, is no operator of the model."""
     frame = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
-        if frame.f_code.co_filename == cache_utils.__file__:
+        if frame.f_code.co_filename in files:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False
@@ -286,13 +291,20 @@ def _called_by_cache() -> bool:
 @contextlib.contextmanager
 def _interfaces(model: Any) -> Iterator[None]:
     """Attention and experts of the model through our functions, and back again whatever happens."""
+    with implementations_restored(model):
+        model.set_attn_implementation(IMPLEMENTATION)
+        model.set_experts_implementation(IMPLEMENTATION)
+        yield
+
+
+@contextlib.contextmanager
+def implementations_restored(model: nn.Module) -> Iterator[list[tuple[Any, str]]]:
+    """Whatever is set for attention and experts inside, it is as before afterwards. Gives (config, field) of each setting."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     fields = ("_attn_implementation_internal", "_experts_implementation_internal")
     before = [(config, name, getattr(config, name)) for config in configs.values() for name in fields if hasattr(config, name)]
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
-        model.set_experts_implementation(IMPLEMENTATION)
-        yield
+        yield [(config, name) for config, name, _ in before]
     finally:
         for config, name, value in before:
             setattr(config, name, value)

@@ -118,7 +118,7 @@ class Work:
     @cached_property
     def least_launches(self) -> float:
         graphs = [(len(kind.layers), kind.operators) for kind in self.model.layer_kinds]
-        return sum(count * min((sum(node.count for node in getattr(graph, phase)) or NOMINAL_OPERATORS)
+        return sum(count * min((sum(node.count for node in graph.of(phase)) or NOMINAL_OPERATORS)
                                for phase in ("prefill", "decode")) for count, graph in graphs)  # fmt: skip
 
     def _kind(self, index: int, kind: LayerKind, layout: Layout, batch: Batch) -> KindWork:

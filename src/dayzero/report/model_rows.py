@@ -9,7 +9,7 @@ from dayzero.core.units import format_bytes, format_count
 CACHE_LENGTHS = {"8K": 8_192, "128K": 131_072, "1M": 1_048_576}
 CACHE_DTYPES = ("bfloat16", "float8_e4m3fn", "int4")
 MOST_OPERATORS = 24  # a person reads; the record has them all
-EXAMPLE_TOKENS = 8_192
+EXAMPLE_TOKENS = 8_192  # formulas become numbers here: one sequence, a prefill and a decode step of that context
 
 
 def heads(model: ModelDescription) -> str:
@@ -49,7 +49,7 @@ def operator_rows(model: ModelDescription) -> list[tuple[str, str, str, str, str
 
 def step_rows(model: ModelDescription) -> list[tuple[str, str, str, str, str]]:
     """(step, whose way, FLOPs, bytes of weights, other bytes): an engine's, and the class's own code, which may do far more."""
-    rows = []
+    rows, operators = [], operator_totals(model)
     for name, new in (("decode at 8K", 1), ("prefill of 8K", EXAMPLE_TOKENS)):
         cost = engine_step(model, new_tokens=new, context_tokens=EXAMPLE_TOKENS)
         if cost is not None:
@@ -57,7 +57,7 @@ def step_rows(model: ModelDescription) -> list[tuple[str, str, str, str, str]]:
                          format_bytes(cost.other_bytes)))  # fmt: skip
         phase = "decode" if new == 1 else "prefill"
         totals = [getattr(one, phase).at(sequences=1, new_tokens=new, context_tokens=EXAMPLE_TOKENS)
-                  for one in operator_totals(model)]  # fmt: skip
+                  for one in operators]  # fmt: skip
         if totals and model.parameters:
             flops, moved = (sum(part) for part in zip(*totals, strict=True))
             way = f"its class as written, in {model.dtype}"

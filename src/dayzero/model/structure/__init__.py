@@ -15,9 +15,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from dayzero.core.errors import one_line
 from dayzero.core.model import LayerKind, Parameter
 from dayzero.core.structure import Positions, Structure, Tower
 from dayzero.model.classes import find_layers, text_config
+from dayzero.model.config_keys import text_keys
 from dayzero.model.inventory import find_place
 from dayzero.model.shrink import ShrunkConfig
 from dayzero.model.structure.feed_forward import read_feed_forwards
@@ -58,7 +60,7 @@ def read_structure(
     notes: list[str] = []
     layers = find_layers(model)[0]
     outside = find_place(model, layers).towers
-    text_keys = _text_keys(config)
+    text = text_keys(config)
     places: Places | None = None
     runs: Runs | None = None
     if small is None:
@@ -76,10 +78,10 @@ def read_structure(
     if runs:
         notes += runs.notes
 
-    routing, said = _tried("routing", lambda: read_routing(places, first, layer_kinds, model, text_keys), ((), []), notes)
+    routing, said = _tried("routing", lambda: read_routing(places, first, layer_kinds, model, text), ((), []), notes)
     notes += said
     positions, said = _tried("positions", lambda: read_positions(places, runs, layer_kinds, model, outside), ((), []), notes)
-    notes += [*said, *_missing_theta(positions, config, text_keys)]
+    notes += [*said, *_missing_theta(positions, config, text)]
     feed_forwards, said = _tried(
         "feed-forwards", lambda: read_feed_forwards(places, first, layer_kinds, parameters, model), ((), []), notes
     )
@@ -108,13 +110,8 @@ def _tried(what: str, read: Callable[[], Result], otherwise: Any, notes: list[st
             warnings.simplefilter("ignore")  # of the class's own forward: what matters here is whether it ran
             return read()
     except Exception as error:
-        notes.append(f"{what} could not be followed: {' '.join(f'{type(error).__name__}: {error}'.split())[:200]}")
+        notes.append(f"{what} could not be followed: {one_line(error, 200)}")
         return otherwise
-
-
-def _text_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    nested = config.get("text_config")
-    return nested if isinstance(nested, Mapping) else config
 
 
 def _missing_theta(positions: Sequence[Positions], *configs: Mapping[str, Any]) -> list[str]:

@@ -22,8 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from dayzero.core.errors import one_line
+from dayzero.ops.observe import mask_in_full
 
 IMPLEMENTATION = "dayzero_structure"
 TOKENS = 35  # odd, shared with no size of a small instance, and crosses its windows and chunks (8 to 16) twice
@@ -124,14 +127,14 @@ def watch(model: nn.Module, layers: str, *, tokens: int = TOKENS) -> Runs:
     try:
         subject.set_experts_implementation(IMPLEMENTATION)
     except (ValueError, AttributeError, KeyError) as error:
-        notes.append(f"experts do not go through transformers' interface ({_one_line(error)})")
+        notes.append(f"experts do not go through transformers' interface ({one_line(error, 160)})")
     first = _run(subject, layers, tokens, 0)
     shifted = None
     if "position_ids" in inspect.signature(subject.forward).parameters:
         try:
             shifted = _run(subject, layers, tokens, SHIFT, replay=first)
         except Exception as error:
-            notes.append(f"the forward with shifted positions failed ({_one_line(error)})")
+            notes.append(f"the forward with shifted positions failed ({one_line(error, 160)})")
         if shifted is not None and [op.name for op in shifted.ops] != [op.name for op in first.ops]:
             notes.append("the forward takes another path when positions are shifted")
             shifted = None
@@ -313,16 +316,6 @@ def _experts(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any
     return hidden_states * 0.5
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor:
-    for name in ("allow_is_causal_skip", "allow_is_bidirectional_skip"):
-        kwargs.pop(name, None)
-    return eager_mask(*args, **kwargs)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:160]
-
-
 ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attention)  # once per process: importing this module
-ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)
+ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, mask_in_full)
 ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)

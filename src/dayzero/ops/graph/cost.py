@@ -19,9 +19,9 @@ from torch.utils.flop_counter import flop_registry
 
 from dayzero.core.formulas import ZERO, Formula, product, total
 from dayzero.core.model import OperatorNode
-from dayzero.ops.graph.nodes import Block, CallNode, NotGeneral, OpNode, RegionGraph, Sized, is_view
+from dayzero.ops.graph.nodes import Block, CallNode, NotGeneral, OpNode, RegionGraph, Sized
 from dayzero.ops.graph.record import OpCall, Region
-from dayzero.ops.observe import MOVING, UNTOUCHED, aten_cost
+from dayzero.ops.observe import MOVING, UNTOUCHED, aten_cost, is_view
 
 aten = torch.ops.aten
 LOOKUPS = {aten.index, aten.index_select, aten.gather, aten.embedding}

@@ -148,9 +148,3 @@ def flat(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return [leaf for item in value.values() for leaf in flat(item)]
     return [] if value is None else [value]
-
-
-def is_view(func: Any) -> bool:
-    """Whether every result shares an argument's storage: no device does any work for it."""
-    returns = func._schema.returns
-    return bool(returns) and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)

@@ -27,12 +27,15 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from dayzero.ops.graph.meta_results import MetaResults
+from dayzero.ops.observe import called_from, value_answered
 
 aten = torch.ops.aten
 # What a region is. The inside of a `layer` is a graph of its own; functions are never opened.
 RegionKind = Literal["module", "layer", "attention", "experts", "convolution", "state_space_scan", "linear_attention"]
 # Where a tensor comes from, as steps from the arguments: ("i", 0) an item, ("k", name) a key, ("a", name) an attribute.
 Path = tuple[tuple[str, Any], ...]
+# What the cache calls, or what builds masks: the engine's business.
+BOOKKEEPING = (cache_utils.__file__, masking_utils.__file__)
 MAX_DEPTH = 7  # of objects inside arguments: a cache, its layers, their tensors
 
 
@@ -96,11 +99,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is aten._local_scalar_dense.default and args[0].is_meta:
-            dtype = args[0].dtype
-            return self.answer if dtype == torch.bool else float(self.answer) if dtype.is_floating_point else int(self.answer)
+            return value_answered(args[0], self.answer)
         out = self.shapes.result(func, args, kwargs)
         if self.stack and not self.shut:
-            self.stack[-1].children.append(OpCall(func, args, kwargs, out, _is_bookkeeping()))
+            self.stack[-1].children.append(OpCall(func, args, kwargs, out, called_from(*BOOKKEEPING)))
         return out
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -195,16 +197,6 @@ def _walk(value: Any, path: Path, found: dict[int, tuple[Path, Any]], depth: int
         found[id(value)] = (path, value)
         for name, item in vars(value).items():
             _walk(item, (*path, ("a", name)), found, depth + 1)
-
-
-def _is_bookkeeping() -> bool:
-    """Whether the cache, or what builds masks, calls the operator at hand."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename != nn.modules.module.__file__:
-        if frame.f_code.co_filename in (cache_utils.__file__, masking_utils.__file__):
-            return True
-        frame = frame.f_back  # type: ignore[assignment]
-    return False
 
 
 @contextlib.contextmanager

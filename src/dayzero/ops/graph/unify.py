@@ -34,9 +34,9 @@ from dayzero.ops.graph.nodes import (
     Value,
     Weight,
     flat,
-    is_view,
 )
 from dayzero.ops.graph.record import OpCall, Path, Region
+from dayzero.ops.observe import is_view
 
 aten = torch.ops.aten
 # What these return has a shape that depends on values, which on meta is only assumed.
