@@ -35,9 +35,10 @@ from dayzero.model.resolve import Resolved, resolve
 from dayzero.weights import copying, placement
 from dayzero.weights.algebra import NotDataMovement, View
 from dayzero.weights.convert import artifact_key, convert
-from dayzero.weights.copying import BlockCopier, SourceReader
+from dayzero.weights.copying import BlockCopier
 from dayzero.weights.ledger import read_lines
 from dayzero.weights.placement import owned_parameters
+from dayzero.weights.reading import LocalStore, SourceReader
 from dayzero.weights.symbolic import ViewTensor, dtype_name
 from dayzero.weights.to_hf import export
 from dayzero.weights.verify import verify
@@ -196,7 +197,7 @@ def fill(view: View, sources: dict[str, torch.Tensor]) -> torch.Tensor:
             raw = sources[source].contiguous().reshape(-1).view(torch.uint8).numpy().data
             target[:] = raw[offset : offset + len(target)]
 
-    data = b"".join(bytes(block) for _, block in BlockCopier(Memory(Path(), {})).blocks(view))
+    data = b"".join(bytes(block) for _, block in BlockCopier(Memory(LocalStore(Path()), {})).blocks(view))
     return torch.frombuffer(bytearray(data), dtype=getattr(torch, view.dtype)).reshape(view.shape)
 
 

@@ -21,11 +21,11 @@ from dayzero.core.plan import Layout
 from dayzero.core.records import read_record, to_dict, write_record, write_text_atomic
 from dayzero.core.units import MIB
 from dayzero.model.release import Release, damaged, open_release
-from dayzero.weights.copying import SourceReader
 from dayzero.weights.files import Progress, hash_file, sync_tree
 from dayzero.weights.ledger import ALGORITHM, SourceFile, SourceTensor, read_lines, to_line
 from dayzero.weights.loading import CheckpointSource, open_checkpoint
 from dayzero.weights.placement import place
+from dayzero.weights.reading import LocalStore
 from dayzero.weights.running import HASHES_FILE, Copying
 from dayzero.weights.verify import LAYOUT_FILE, MODEL_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, seal, source_problems
 from dayzero.weights.workfolder import KEY_FILE, locked_work_folder, prepare, publish
@@ -67,8 +67,8 @@ def convert(
             raise damaged(problems, str(source))
         artifact = _complete(work, key, state)
         prepare(work, f"{key}\n{state}", keep=artifact is not None)
-        reader = SourceReader(release.folder, release.tensors, checkpoint.compute)
-        copying = Copying(work, files, reader, computed=checkpoint.computed, hash_sources=checkpoint.used, progress=progress,
+        reader = checkpoint.reader()
+        copying = Copying(work, files, reader, made=checkpoint.made, hash_sources=checkpoint.used, progress=progress,
                           workers=workers)  # fmt: skip
         if artifact is None:
             written = copying.run()
@@ -151,11 +151,7 @@ def _complete(work: Path, key: str, state: str) -> ArtifactLayout | None:
 
 
 def source_files(release: Release) -> list[SourceFile]:
-    found = []
-    for file in sorted({entry.file for entry in release.tensors.values()}):
-        status = release.path(file).stat()
-        found.append(SourceFile(file=file, num_bytes=status.st_size, modified_ns=status.st_mtime_ns))
-    return found
+    return LocalStore(release.folder).states(sorted({entry.file for entry in release.tensors.values()}))
 
 
 def _reusable(out: Path, key: str, release: Release, state: str, progress: Progress | None) -> ArtifactLayout | None:

@@ -1,24 +1,20 @@
 """A view and a release folder in, the tensor's bytes in order out, block by block through two small buffers.
 
-Reads with `pread` into reused memory, never through a mapping: mapped pages would count as the process's memory. Runs of
-elements that follow each other in source and target are passed through; anything else is gathered a block of the target
-at a time, reading each source region as one span where that is cheaper than row by row. Only a cast needs torch.
+Runs of elements that follow each other in source and target are passed through; anything else is gathered a block of the
+target at a time, reading each source region as one span where that is cheaper than row by row. Only a cast needs torch.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.units import DTYPE_BITS
-from dayzero.model.headers import TensorEntry
 from dayzero.weights.algebra import Piece, View, restrict
+from dayzero.weights.reading import SourceReader
 
 # What is gathered at a time: large enough that strided reads have long rows.
 BLOCK_BYTES = 8 * 2**20
@@ -37,73 +33,6 @@ def element_bytes(dtype: str) -> int:
         raise DayZeroError(f"tensors of {dtype} cannot be moved yet", got=f"{bits} bits an element", want="whole bytes",
                            fix="convert the release to another dtype first")  # fmt: skip
     return bits // 8
-
-
-class SourceReader:
-    """Bytes of named tensors. Files are opened once and shared by all threads; computed tensors come from `compute`."""
-
-    def __init__(
-        self, folder: Path, tensors: dict[str, TensorEntry], compute: Callable[[str], dict[str, np.ndarray]] | None = None
-    ) -> None:
-        """`compute` gives all tensors of the group that a computed source belongs to; the last group is kept."""
-        self._folder, self._tensors, self._compute = folder, tensors, compute
-        self._handles: dict[str, int] = {}
-        self._computed: dict[str, memoryview] = {}
-        self._lock, self._compute_lock = threading.Lock(), threading.Lock()
-        self.bytes_read = 0
-
-    def __enter__(self) -> SourceReader:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self._handles.values():
-            os.close(handle)
-        self._handles.clear()
-        self._computed.clear()
-
-    def entry(self, source: str) -> TensorEntry:
-        return self._tensors[source]
-
-    def read_into(self, source: str, offset: int, target: memoryview) -> None:
-        """Fill `target` with the tensor's bytes from `offset` on."""
-        if source not in self._tensors:
-            data = self._compute_once(source)
-            target[:] = data[offset : offset + len(target)]
-            return
-        entry = self._tensors[source]
-        assert offset + len(target) <= entry.num_bytes, (source, offset, len(target), entry)
-        handle = self._open(entry.file)
-        done = 0
-        while done < len(target):
-            try:
-                count = os.preadv(handle, [target[done:]], entry.begin + offset + done)
-            except OSError as error:
-                raise DayZeroError(f"cannot read {source} from {entry.file}", got=error.strerror or str(error),
-                                   want=f"bytes {entry.begin} to {entry.end}", fix="check the disk") from error  # fmt: skip
-            if count == 0:
-                raise DayZeroError(f"{entry.file} ends inside {source}", got=f"{entry.begin + offset + done} bytes",
-                                   want=f"{entry.end} bytes",
-                                   fix="the file changed while it was read: download it again")  # fmt: skip
-            done += count
-        with self._lock:
-            self.bytes_read += done
-
-    def _open(self, file: str) -> int:
-        with self._lock:
-            if file not in self._handles:
-                self._handles[file] = os.open(self._folder / file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-            return self._handles[file]
-
-    def _compute_once(self, source: str) -> memoryview:
-        with self._compute_lock:  # one group in memory at a time
-            if source not in self._computed:
-                assert self._compute is not None, source
-                self._computed = {}
-                self._computed = {
-                    name: np.ascontiguousarray(made).reshape(-1).view(np.uint8).data
-                    for name, made in self._compute(source).items()
-                }
-            return self._computed[source]
 
 
 class BlockCopier:

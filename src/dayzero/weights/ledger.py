@@ -48,7 +48,8 @@ class SourceFile:
     __pydantic_config__ = STRICT
     file: str
     num_bytes: int
-    modified_ns: int
+    modified_ns: int | None = None  # of a local file
+    version: str | None = None  # of an object: its ETag or generation
 
 
 class TensorHash:

@@ -14,10 +14,11 @@ from pathlib import Path
 from dayzero.core.errors import DayZeroError
 from dayzero.core.runstore import free_bytes
 from dayzero.core.units import MIB, format_bytes
-from dayzero.weights.copying import BlockCopier, SourceReader
+from dayzero.weights.copying import BlockCopier
 from dayzero.weights.files import Progress
 from dayzero.weights.placement import StoredFile
-from dayzero.weights.writing import ComputedSource, Stopped, Written, describe_tensor, finished, hash_source, write_file
+from dayzero.weights.reading import SourceReader
+from dayzero.weights.writing import MadeSource, Stopped, Written, finished, hash_source, write_file
 
 ROOM_BYTES = 64 * MIB  # ledgers, settings and the file system's own needs
 HASHES_FILE = "sources.partial.jsonl"
@@ -28,11 +29,11 @@ class Copying:
 
     def __init__(
         self, work: Path, files: tuple[StoredFile, ...], reader: SourceReader, *,
-        computed: Mapping[str, ComputedSource] | None = None, hash_sources: Iterable[str] = (),
+        made: Mapping[str, MadeSource] | None = None, hash_sources: Iterable[str] = (),
         progress: Progress | None = None, workers: int = 2,
     ) -> None:  # fmt: skip
         self.work, self.files, self.reader = work, files, reader
-        self._computed, self._hash_sources = computed or {}, frozenset(hash_sources)
+        self._made, self._hash_sources = made or {}, frozenset(hash_sources)
         self.bytes_written = 0
         self.source_checksums: dict[str, str] = {}
         self._progress, self._workers = progress, max(1, workers)
@@ -73,10 +74,8 @@ class Copying:
         if earlier is not None:
             self._advance(planned.num_bytes, written=False)
             return earlier
-        return write_file(
-            self.work, planned, self._copier(), self.reader, stop=self._stop, advance=self._advance,
-            describe=lambda tensor: describe_tensor(tensor, planned.file, self.reader, self._computed),
-        )  # fmt: skip
+        return write_file(self.work, planned, self._copier(), self.reader, made=self._made, stop=self._stop,
+                          advance=self._advance)  # fmt: skip
 
     def _copier(self) -> BlockCopier:
         if not hasattr(self._local, "copier"):

@@ -23,10 +23,10 @@ from dayzero.model.headers import TensorEntry
 from dayzero.model.release import damaged, open_release
 from dayzero.weights.algebra import Digit, Piece, View
 from dayzero.weights.convert import RELEASE_FOLDER, copy_settings, left_out
-from dayzero.weights.copying import SourceReader
 from dayzero.weights.files import Progress, sync_tree
 from dayzero.weights.ledger import SourceTensor, piece_of_range, read_lines
 from dayzero.weights.placement import owned_parameters, pack_files
+from dayzero.weights.reading import LocalStore, SourceReader
 from dayzero.weights.running import HASHES_FILE, Copying
 from dayzero.weights.verify import LAYOUT_FILE, MODEL_FILE, SOURCES_FILE
 from dayzero.weights.workfolder import KEY_FILE, locked_work_folder, prepare, publish
@@ -59,7 +59,7 @@ def export(source_or_artifact: Path, out: Path, *, shard_bytes: int = SHARD_BYTE
     with locked_work_folder(out, complete=INDEX) as work:
         prepare(work, f"{origin.identity}\n{shard_bytes}\n")
         files = tuple(pack_files(list(origin.views.items()), rank=0, folder="", file_bytes=shard_bytes))
-        reader = SourceReader(origin.folder, origin.tensors)
+        reader = SourceReader(LocalStore(origin.folder), origin.tensors)
         copying = Copying(work, files, reader, progress=progress, workers=workers)
         copying.run()
         for scrap in (*work.rglob("*" + DONE_SUFFIX), work / HASHES_FILE):

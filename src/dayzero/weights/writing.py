@@ -17,10 +17,11 @@ from dayzero.core.artifact import LedgerEntry, ShardFile, SourceRange
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import STRICT, read_record, record_json, write_text_atomic
 from dayzero.core.units import MIB
-from dayzero.weights.copying import RUN_BYTES, BlockCopier, SourceReader, is_run, linear_pieces, segments
+from dayzero.weights.copying import RUN_BYTES, BlockCopier, is_run, linear_pieces, segments
 from dayzero.weights.files import sync_folder
 from dayzero.weights.ledger import TensorHash, file_checksum, ledger_entry, source_range
 from dayzero.weights.placement import StoredFile, StoredTensor
+from dayzero.weights.reading import SourceReader
 
 DONE_SUFFIX = ".done.json"
 FLUSH_BYTES = 16 * MIB
@@ -41,19 +42,19 @@ class Written:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ComputedSource:
-    """A tensor that transformers' operation makes of whole source tensors."""
+class MadeSource:
+    """A tensor that is made of whole stored tensors: decoded from its stored form, or computed by transformers' operation."""
 
-    operation: str  # "computed:<operations>"
+    operation: str  # "dequantize:<form>", "computed:<operations>"
     sources: tuple[str, ...]
     shape: tuple[int, ...]
 
 
-def whole_sources(tensor: StoredTensor, reader: SourceReader) -> dict[str, int]:
+def whole_sources(tensor: StoredTensor, reader: SourceReader, made: Mapping[str, MadeSource]) -> dict[str, int]:
     """Source tensors that pass through a stored tensor whole, as one run: their hash is that segment's."""
     found: dict[str, int] = {}
     for number, piece in enumerate(segments(tensor.view)):
-        if piece is None or piece.offset or piece.source.startswith("computed:"):
+        if piece is None or piece.offset or piece.source in made:
             continue
         if piece.num_elements == reader.entry(piece.source).num_elements:
             found.setdefault(piece.source, number)
@@ -62,9 +63,9 @@ def whole_sources(tensor: StoredTensor, reader: SourceReader) -> dict[str, int]:
 
 def write_file(
     folder: Path, planned: StoredFile, copier: BlockCopier, reader: SourceReader, *,
-    describe: Callable[[StoredTensor], LedgerEntry], advance: Callable[[int], None], stop: threading.Event,
+    made: Mapping[str, MadeSource], advance: Callable[[int], None], stop: threading.Event,
 ) -> Written:  # fmt: skip
-    """Write one file of the artifact under construction in `folder`."""
+    """Write one file of the artifact under construction in `folder`. `made`: sources that are no stored tensors."""
     path = folder / planned.file
     path.parent.mkdir(parents=True, exist_ok=True)
     scrap = path.with_name(path.name + ".partial")
@@ -85,8 +86,8 @@ def write_file(
                     end += len(block)
                     if end - flushed >= FLUSH_BYTES:
                         flushed = _start_writeback(file.fileno(), flushed, end)
-                entries.append(replace(describe(tensor), checksum=digest.checksum))
-                for source, segment in whole_sources(tensor, reader).items():
+                entries.append(replace(describe_tensor(tensor, planned.file, reader, made), checksum=digest.checksum))
+                for source, segment in whole_sources(tensor, reader, made).items():
                     sources.setdefault(source, digest.segment(segment))
             os.fsync(file.fileno())
         os.replace(scrap, path)
@@ -154,22 +155,22 @@ def hash_runs(handle: int, offset: int, lengths: list[int], stop: threading.Even
 
 
 def describe_tensor(
-    tensor: StoredTensor, file: str, reader: SourceReader, computed: Mapping[str, ComputedSource]
+    tensor: StoredTensor, file: str, reader: SourceReader, made: Mapping[str, MadeSource]
 ) -> LedgerEntry:
     """The ledger line of a tensor, its checksum still empty."""
     ranges = []
     for piece in tensor.view.pieces:
-        if piece.source not in computed:
+        if piece.source not in made:
             entry = reader.entry(piece.source)
             ranges.append(source_range(piece, tensor.view, entry.shape, entry.file))
             continue
-        origin = computed[piece.source]
-        made = source_range(piece, tensor.view, origin.shape, "")
+        origin = made[piece.source]
+        part = source_range(piece, tensor.view, origin.shape, "")
         for name in origin.sources:
             entry = reader.entry(name)
             whole = tuple((0, size) for size in entry.shape)
-            ranges.append(SourceRange(tensor=name, file=entry.file, box=whole, transforms=(origin.operation, *made.transforms),
-                                      into=made.into))  # fmt: skip
+            ranges.append(SourceRange(tensor=name, file=entry.file, box=whole, transforms=(origin.operation, *part.transforms),
+                                      into=part.into))  # fmt: skip
     return ledger_entry(tensor, file, "", tuple(ranges))
 
 
@@ -197,7 +198,7 @@ def hash_source(reader: SourceReader, name: str, stop: threading.Event, advance:
         if stop.is_set():
             raise Stopped
         block = buffer[: min(RUN_BYTES, total - start)]
-        reader.read_into(name, start, block)
+        reader.read_stored(name, start, block)
         digest.update(0, block)
         advance(len(block))
     return digest.checksum
