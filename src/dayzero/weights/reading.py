@@ -52,7 +52,8 @@ class LocalStore:
                 count = os.preadv(handle, [target[done:]], offset + done)
             except OSError as error:
                 raise DayZeroError(f"cannot read {file}", got=error.strerror or str(error),
-                                   want=f"bytes {offset} to {offset + len(target)}", fix="check the disk") from error  # fmt: skip
+                                   want=f"bytes {offset} to {offset + len(target)}",
+                                   fix="check the disk") from error  # fmt: skip
             if count == 0:
                 raise DayZeroError(f"{file} ends early", got=f"{offset + done} bytes",
                                    want=f"{offset + len(target)} bytes",

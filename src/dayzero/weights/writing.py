@@ -154,9 +154,7 @@ def hash_runs(handle: int, offset: int, lengths: list[int], stop: threading.Even
     return digest.checksum
 
 
-def describe_tensor(
-    tensor: StoredTensor, file: str, reader: SourceReader, made: Mapping[str, MadeSource]
-) -> LedgerEntry:
+def describe_tensor(tensor: StoredTensor, file: str, reader: SourceReader, made: Mapping[str, MadeSource]) -> LedgerEntry:
     """The ledger line of a tensor, its checksum still empty."""
     ranges = []
     for piece in tensor.view.pieces:
