@@ -41,15 +41,20 @@ def targets(context: typer.Context, as_json: JsonOption = False) -> int | None:
 def targets_measure(
     file: Annotated[Path, typer.Option("--out", help="the hardware file to write")] = Path("target.yaml"),
     device: Annotated[str, typer.Option(help="a torch device string")] = "cpu",
+    devices: Annotated[int | None, typer.Option(help="measure links between so many (default: all; 2 on the CPU)")] = None,
+    backend: Annotated[str | None, typer.Option(help="the collective back end, such as nccl, hccl or gloo")] = None,
     as_json: JsonOption = False,
 ) -> int:
-    """Measure a device of this machine and write its hardware file."""
+    """Measure a device of this machine and the links between such devices, and write its hardware file."""
+    from dayzero.devices.link_fit import link_lines
     from dayzero.devices.measure import measure_cpu, measure_device
+    from dayzero.devices.measure_links import measure_links, with_links
     from dayzero.devices.targets import write_target
 
     target = measure_cpu() if device == "cpu" else measure_device(device)
+    target = with_links(target, measure_links(device, devices, backend=backend))
     write_target(target, file)
-    show(as_json, record_json(target), lambda: f"{file}: {target.id}")
+    show(as_json, record_json(target), lambda: "\n".join([f"{file}: {target.id}", *link_lines(target.links)]))
     return 0
 
 

@@ -349,7 +349,7 @@ def test_doctor_targets_and_measure(tmp_path: Path) -> None:
     listed = dayzero_here("targets", "--json").json
     names = [one["id"] for one in listed["targets"]]
     assert names[0] == "cpu-local" and "nvidia-h100-sxm" in names and len(set(names)) == len(names)
-    measured = dayzero_here("targets", "measure", "--out", tmp_path / "this.yaml", "--json")
+    measured = dayzero_here("targets", "measure", "--devices", "1", "--out", tmp_path / "this.yaml", "--json")
     assert measured.status == 0 and measured.json["card"]["memory_bytes_per_s"] > 1e9
     assert load_target(str(tmp_path / "this.yaml")).id == measured.json["id"]
     tables = [dayzero_here("targets"), dayzero_here("doctor")]

@@ -1,6 +1,6 @@
 """plan.stages: every layer exactly once, in order, and the worst stage as light as any cut makes it (DI-04)."""
 
-from itertools import combinations
+from itertools import combinations, pairwise
 
 import pytest
 from hypothesis import given
@@ -10,7 +10,7 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.target import Workload
 from dayzero.core.units import GIB
 from dayzero.plan import PlanOptions, make_plan
-from dayzero.plan.stages import Caps, cut_stages, first_cut, stages_from_sizes
+from dayzero.plan.stages import Caps, cut_stages, first_cut, lightest_cost, stages_from_sizes
 from tests.unit.plan_builders import make_dense_model, make_latent_moe_model, make_target
 
 
@@ -104,3 +104,12 @@ def test_no_cut_within_the_memory_has_a_faster_slowest_stage(layers, num_stages,
         stages = function(times, num_stages, last_extra=7, caps=caps)
         assert_covers(stages, len(layers))
         assert heaviest(times, stages, 0, 7) == best and heaviest(held, stages, first, last) <= room
+
+
+@given(st.data(), st.lists(st.sampled_from([0, 1, 7, 30, 31]) | st.integers(0, 99), min_size=1, max_size=9))
+def test_the_heaviest_stage_costs_what_the_best_of_all_cuts_does(data, costs):
+    """What the search bounds times by: neither above (a faster layout would be skipped) nor below."""
+    num_stages, last = data.draw(st.integers(1, len(costs))), data.draw(st.integers(0, 60))
+    every = [(0, *inner, len(costs)) for inner in combinations(range(1, len(costs)), num_stages - 1)]
+    best = min(heaviest(costs, list(pairwise(ends)), 0, last) for ends in every)
+    assert lightest_cost(costs, num_stages, last_extra=last) == best

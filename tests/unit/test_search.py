@@ -15,6 +15,7 @@ from dayzero.core.target import Workload
 from dayzero.core.units import GIB, MIB
 from dayzero.plan import PlanOptions, make_plan
 from dayzero.plan.case import open_case
+from dayzero.plan.search import _least_imbalance
 from tests.unit.plan_builders import make_dense_model, make_latent_moe_model, make_target
 
 SMALL = {"layers": 6, "dense": 1, "hidden": 32, "heads": 8, "q_rank": 16, "kv_rank": 8, "nope": 4, "rope": 4, "value": 4,
@@ -81,8 +82,34 @@ def test_bounds_from_below_are_below(devices):
             continue
         assert search.lacks_at_least(layout) <= candidate.evaluation.short_bytes
         exact = search.timed(candidate).timing.rank
-        placed = min(search.timing(variant).rank for variant in search.variants(layout))
-        assert search._coarse(layout) <= search._bound(layout) <= placed <= exact, layout
+        bounds = (search._coarse(layout), search._bound(layout), search._bound(layout, _least_imbalance))
+        placed = search._best_variant(layout)[0]
+        assert (*bounds, placed) == tuple(sorted((*bounds, placed))) and placed <= exact, layout
+
+
+@pytest.mark.parametrize("devices", [4, 6, 8])
+def test_families_are_all_layouts_and_each_is_bounded_by_the_one_that_shares_most(devices):
+    search = make_search(target=make_target(memory_bytes=1700 * MIB, num_cards=4), concurrency=4)
+    families = search.families(devices)
+    assert sorted(one for family in families for one in family) == sorted(search.degrees(devices))
+    for family in families:
+        members = [search.layout(degrees) for degrees in family]
+        assert len({(one.tp, one.pp, one.dp, one.cp_devices, one.ep) for one in members}) == 1
+        assert len({search.lacks_at_least(one) for one in members}) == 1
+        legal = [one for one in members if search.illegal(one) is None]
+        assert all(search._coarse(members[-1]) <= search._coarse(one) for one in legal), family
+
+
+def test_a_rank_is_that_of_the_times_that_are_told():
+    """The search compares without building what it tells; both must be the same figure."""
+    work = Workload(concurrency=4, max_ttft_s=1e-3, max_tpot_s=1e-3)
+    search = make_search(target=make_target(memory_bytes=1700 * MIB, num_cards=2), workload=work)
+    for layout in search.layouts(8):
+        if (candidate := search.candidate(layout)).evaluation is None:
+            continue
+        for variant in search.variants(candidate.layout):
+            reach = search.roofline.traffic.reach(variant, variant.placement)
+            assert search.rank(variant, search._pace(variant), reach) == search.timing(variant).rank, variant
 
 
 def test_what_lacks_least_equals_trying_every_layout():

@@ -75,7 +75,30 @@ def test_own_file_round_trip(tmp_path, suffix):
     assert load_target(str(path)) == make_target()
 
 
+HEAD = "id: x\nvendor: y\ncard: {memory_bytes: 5}\nnode: {}\nsoftware: {torch_device: cuda}\n"
+LINK = "{collective: all_reduce, group_size: 2, latency_s: 1.0e-5, bytes_per_s: 1.0e+9}"
+
+
+def test_measured_links_are_read_and_optional(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(HEAD)
+    assert load_target(str(path)).links == ()
+    path.write_text(HEAD + f"links:\n- {LINK}\n")
+    (link,) = load_target(str(path)).links
+    assert (link.collective, link.group_size, link.latency_s, link.bytes_per_s, link.points) == ("all_reduce", 2, 1e-5, 1e9, ())
+
+
+def test_no_shipped_file_has_measured_links():
+    """They are of one machine: a card's file states what is published."""
+    assert not any(load_target(name).links for name in NAMES)
+
+
 @pytest.mark.parametrize(("text", "match"), [
+    (HEAD + f"links: [{LINK}, {LINK}]\n", "stated twice"),
+    (HEAD + f"links: [{LINK.replace('all_reduce', 'all_scatter')}]\n", "all_reduce"),
+    (HEAD + f"links: [{LINK.replace('size: 2', 'size: 1')}]\n", "not a speed between cards"),
+    (HEAD + f"links: [{LINK.replace('1.0e+9', '0')}]\n", "not a speed between cards"),
+    (HEAD + f"links: [{LINK.replace('latency_s', 'latency')}]\n", "latency"),
     ("id: x\nvendor: y\ncard: {memory_byte: 5}\nnode: {}\nsoftware: {torch_device: cuda}\n", "memory_byte"),
     ("- 1\n", "not a hardware file"), ("a: [\n", "not YAML"), ("schema: dayzero.target/9\nid: x\n", "another schema"),
     ("id: x\nvendor: y\ncard: {memory_bytes: 0}\nnode: {}\nsoftware: {torch_device: cuda}\n", "memory must be positive"),

@@ -39,14 +39,14 @@ class Layout:
     stages: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in (*AXES, "cp_in_tp"):
-            if getattr(self, name) < 1:
-                raise DayZeroError(
-                    f"layout: {name} must be at least 1",
-                    got=getattr(self, name),
-                    want=">= 1",
-                    fix=f"give --{name} a positive number",
-                )
+        if min(self.tp, self.pp, self.dp, self.cp, self.ep, self.cp_in_tp) < 1:
+            name = next(name for name in (*AXES, "cp_in_tp") if getattr(self, name) < 1)
+            raise DayZeroError(
+                f"layout: {name} must be at least 1",
+                got=getattr(self, name),
+                want=">= 1",
+                fix=f"give --{name} a positive number",
+            )
         if self.tp % self.cp_in_tp or self.cp % self.cp_in_tp:
             raise DayZeroError(
                 "layout: decode context parallelism must divide tp and cp",
@@ -54,7 +54,7 @@ class Layout:
                 want="a divisor of both",
                 fix="choose dcp so that it divides tp",
             )
-        if sorted(self.placement) != sorted(DEFAULT_PLACEMENT):
+        if self.placement is not DEFAULT_PLACEMENT and sorted(self.placement) != sorted(DEFAULT_PLACEMENT):
             raise DayZeroError(
                 "layout: the placement names each axis once",
                 got=", ".join(self.placement),

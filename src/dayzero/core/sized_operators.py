@@ -37,9 +37,7 @@ def layer_operators(
     item = DTYPE_BITS[dtype] // 8
     phases = {}
     for phase, rows in (("prefill", "B*T"), ("decode", "B")):
-        nodes = [
-            _product(role, sizes[role], dimensions.hidden_size, rows, item) for role in LINEAR_ROLES if sizes.get(role)
-        ]
+        nodes = [_product(role, sizes[role], dimensions.hidden_size, rows, item) for role in LINEAR_ROLES if sizes.get(role)]
         if sizes.get("expert") and dimensions.num_experts:
             nodes.append(_experts(sizes["expert"], idle, dimensions, rows, item))
         nodes += _caches(kind, dimensions, rows, item, top_k)

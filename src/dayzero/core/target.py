@@ -7,6 +7,7 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.records import STRICT
 
 Confidence = Literal["measured", "high", "medium", "low", "unverified"]
+Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,39 @@ class Software:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LinkPoint:
+    """Seconds of one collective on so many bytes: an all-reduce's or reduce-scatter's input, an all-gather's result, what a
+    rank sends in all in an all-to-all, one message."""
+
+    __pydantic_config__ = STRICT
+    num_bytes: int
+    best_s: float
+    median_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuredLink:
+    """One collective over `group_size` cards of one host: seconds = latency_s + bytes over the busiest card's link /
+    bytes_per_s (`devices.measure_links` states the formula), and the points it was fitted to."""
+
+    __pydantic_config__ = STRICT
+    collective: Collective
+    group_size: int
+    latency_s: float
+    bytes_per_s: float
+    points: tuple[LinkPoint, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.group_size < 2 or not self.latency_s >= 0 or not self.bytes_per_s > 0:
+            raise DayZeroError(
+                f"measured link {self.collective}: not a speed between cards",
+                got=f"{self.group_size} cards, {self.latency_s} s, {self.bytes_per_s} bytes/s",
+                want="at least 2 cards, a latency of at least 0, a rate above 0",
+                fix="measure again with `dayzero targets measure`, or remove the entry from links",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
     SCHEMA: ClassVar[str] = "dayzero.target/1"
     __pydantic_config__ = STRICT
@@ -60,8 +94,17 @@ class Target:
     unverified_fields: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
     notes: str | None = None
+    links: tuple[MeasuredLink, ...] = ()  # measured on this machine; each replaces the published link for its collective
 
     def __post_init__(self) -> None:
+        measured = [(link.collective, link.group_size) for link in self.links]
+        if twice := sorted({f"{name} over {size}" for name, size in measured if measured.count((name, size)) > 1}):
+            raise DayZeroError(
+                f"target {self.id}: a link is stated twice",
+                got=", ".join(twice),
+                want="one entry in links for each collective and group size",
+                fix="remove one of the two from the hardware file",
+            )
         if self.card.memory_bytes is not None and self.card.memory_bytes <= 0:
             raise DayZeroError(
                 f"target {self.id}: memory must be positive",

@@ -1,9 +1,9 @@
 """Measure what this machine can do and write it as a `Target`, whose figures replace published ones.
 
 Goes in: a torch device string. Comes out: a `Target` with memory, memory bandwidth, and the matrix rate of each dtype.
-Deliberately not done: links between cards (that takes several processes), or a benchmark. The figures are the best of a
-few short repetitions and cost about 3 s together. On an idle machine they repeat within a few per cent; beside other
-work they were seen to fall by a factor of four, so each carries its spread (median over best) in the notes.
+Deliberately not done: links between cards (that takes several processes: `measure_links`), or a benchmark. The figures are
+the best of a few short repetitions and cost about 3 s together. On an idle machine they repeat within a few per cent; beside
+other work they were seen to fall by a factor of four, so each carries its spread (median over best) in the notes.
 """
 
 import time
@@ -83,7 +83,7 @@ def measure_device(device: str) -> Target:
         node=Node(num_cards=torch.accelerator.device_count()),
         software=Software(torch_device=where.type),
         confidence="measured", sources=("measured on this machine",),
-        notes="; ".join(["links and collectives not measured", read_spread, *spreads]),
+        notes="; ".join([read_spread, *spreads]),
     )  # fmt: skip
 
 

@@ -94,5 +94,6 @@ def write_target(target: Target, path: Path) -> None:
     else:
         import yaml
 
-        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120)
+        # Innermost lists and mappings on one line each: a measured file has dozens of points.
+        text = yaml.safe_dump(data, sort_keys=False, allow_unicode=True, width=120, default_flow_style=None)
     write_text_atomic(path, text)

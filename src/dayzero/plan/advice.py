@@ -9,13 +9,14 @@ from heapq import nsmallest
 from math import log2
 
 from dayzero.core.errors import DayZeroError
-from dayzero.core.plan import Layout, Rejected, TimeEstimate
+from dayzero.core.plan import Rejected, TimeEstimate
 from dayzero.core.units import format_bytes
 from dayzero.plan.case import changed_search, with_context
 from dayzero.plan.counts import could_fit, device_counts
 from dayzero.plan.ledger import Evaluation, Evaluator
 from dayzero.plan.options import Request
 from dayzero.plan.search import Candidate, Search
+from dayzero.plan.space import Degrees
 
 MOST_REJECTED = 24
 # What may be proposed instead of the weights as they are, mildest first.
@@ -25,21 +26,27 @@ SMALLER_WEIGHTS = {"fp8": "fp8 weights", "int8": "int8 weights", "w4a8": "int4 e
 def rejected(search: Search, chosen: Candidate) -> tuple[Rejected, ...]:
     """The neighbours of the chosen layout, nearest first, each with the one constraint that killed it: other degrees on as
     many cards, legal or not, then the same degrees placed otherwise."""
-    base = replace(chosen.layout, stages=())
-    own = _degrees(base)
-    others = ((_distance(degrees, own), index, layout) for index, layout in enumerate(search.layouts(base.num_devices))
-              if (degrees := _degrees(layout)) != own)  # fmt: skip
-    near = [layout for _, _, layout in nsmallest(MOST_REJECTED, others)]
-    found = [rejection(search, search.candidate(layout), chosen) for layout in near]
+    layout = chosen.layout
+    own = Degrees(layout.tp, layout.pp, layout.dp, layout.cp_devices, layout.cp_in_tp, layout.ep)
+    others = (degrees for degrees in search.degrees(layout.num_devices) if degrees != own)
+    near = nsmallest(MOST_REJECTED, others, key=_distance_from(own))  # equally near: in their order
+    found = [rejection(search, search.candidate(search.layout(degrees)), chosen) for degrees in near]
     return (*found, *_placed_otherwise(search, chosen))
 
 
-def _degrees(layout: Layout) -> tuple[int, ...]:
-    return layout.tp, layout.pp, layout.dp, layout.cp_devices, layout.cp_in_tp, layout.ep
+def _distance_from(own: Degrees) -> Callable[[Degrees], float]:
+    """How many times the degrees are doubled or halved from these, over all axes."""
+    octaves: dict[tuple[int, int], float] = {}
 
+    def distance(degrees: Degrees) -> float:
+        total = 0.0
+        for pair in zip(degrees, own, strict=True):
+            if (found := octaves.get(pair)) is None:
+                found = octaves[pair] = abs(log2(pair[0] / pair[1]))
+            total += found
+        return total
 
-def _distance(one: tuple[int, ...], other: tuple[int, ...]) -> float:
-    return sum(abs(log2(a / b)) for a, b in zip(one, other, strict=True))
+    return distance
 
 
 def rejection(search: Search, candidate: Candidate, chosen: Candidate) -> Rejected:

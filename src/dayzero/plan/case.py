@@ -57,9 +57,7 @@ def with_request(evaluator: Evaluator, request: Request) -> Evaluator:
     return changed
 
 
-def changed_search(
-    search: Search, request: Request, *, phase: Literal["mixed", "prefill", "decode"] | None = None
-) -> Search:
+def changed_search(search: Search, request: Request, *, phase: Literal["mixed", "prefill", "decode"] | None = None) -> Search:
     """The search for another request. What is legal depends on the weights alone and is not found out again."""
     evaluator = with_request(search.evaluator, request)
     found = Search(evaluator, search.workload, phase=phase or search.phase)

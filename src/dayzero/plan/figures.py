@@ -44,6 +44,8 @@ def with_figures(target: Target, figures: dict[str, str]) -> Target:
     if "card.memory_bytes" in given and "card.usable_memory_bytes" not in given:
         data["card"]["usable_memory_bytes"] = None  # it belonged to the figure that was replaced
         trusted.append("card.usable_memory_bytes")
+    if "node.link_bytes_per_s" in given:
+        data["links"] = []  # what is stated now replaces what was measured
     found = from_dict(Target, data, source="--set")
     # What is given is no longer in doubt; everything else is worth what it was worth.
     unverified = tuple(name for name in names if name not in trusted and name not in given)

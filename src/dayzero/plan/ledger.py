@@ -7,6 +7,7 @@ average length fit beside everything else. Deliberately not done: choosing a lay
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
+from typing import NamedTuple
 
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Coordinates, Layout, LedgerLine, MemoryLedger
@@ -21,8 +22,7 @@ from dayzero.plan.unlisted import with_drafts
 from dayzero.plan.weights import RoleCost, Weights
 
 
-@dataclass(frozen=True, slots=True)
-class StageLoad:
+class StageLoad(NamedTuple):
     """The fullest rank of one stage: what it holds without caches, the demanded caches, and what the rest admits."""
 
     stage: int
@@ -143,7 +143,7 @@ class Evaluator:
                 average = self.cache.stage_sequence(layout, first, stop, request.average_tokens) if others else 0
                 pool = self._admissible(layout, stage, place, budget - weights - fixed)
                 known[alike] = StageLoad(stage, weights, fixed, full + others * average, full, pool)
-            loads.append(replace(known[alike], stage=stage))
+            loads.append(known[alike]._replace(stage=stage))
         short = max(load.weights_bytes + load.fixed_bytes + load.cache_bytes for load in loads) - budget
         pools = [load.admissible_tokens for load in loads if load.admissible_tokens is not None]
         free = self.request.sequences(layout.dp) * self.request.context_tokens  # nothing grows: nothing limits
@@ -190,12 +190,18 @@ class Evaluator:
         per_stage = layout.num_devices // layout.pp
         ledgers: list[MemoryLedger] = []
         known: dict[object, tuple[tuple[LedgerLine, ...], float, int, int]] = {}
+        holdings: dict[object, int] = {}  # what ranks of a stage hold of each tensor and cache -> a number
+        held_at: dict[tuple[int, int, int], int] = {}  # place in a stage -> that number
         fixed = [tuple(self._fixed(layout, stage, budget)) for stage in range(layout.pp)]
         for rank in range(layout.num_devices):
             stage, place = rank // per_stage, layout.coordinates(rank)
-            roles = self.weights.by_role(layout, place, stage)
-            key = (stage, self._cache_key(layout, place), tuple(roles.items()))
+            within = (place.tp, place.ep, place.expert_tp)
+            if within not in held_at:
+                tensors = map(self.weights.costs(layout, place), range(len(self.weights.groups)))
+                held_at[within] = holdings.setdefault((self._cache_key(layout, place), *tensors), len(holdings))
+            key = (stage, held_at[within])
             if key not in known:
+                roles = self.weights.by_role(layout, place, stage)
                 lines = (*self._weight_lines(roles, layout), *self._cache_lines(layout, stage, place), *fixed[stage])
                 first, stop = layout.stages[stage]
                 held = sum(line.num_bytes for line in lines if line.category != "cache")

@@ -51,8 +51,11 @@ def _chosen(model: ModelDescription, target: Target, workload: Workload, options
         mixed_rate = case.request.concurrency / choice.candidate.timing.serve_s if choice.candidate.timing else 0.0
         if pools is not None and (options.pools != "auto" or pools.requests_per_s > mixed_rate or not plan.feasible):
             return _with_pools(case, plan, pools, mixed_rate)
-        split = ("no split into a prefill and a decode pool fits" if pools is None else
-                f"a prefill and a decode pool would serve {pools.requests_per_s:.4g} requests/s, one pool {mixed_rate:.4g}")
+        split = (
+            "no split into a prefill and a decode pool fits"
+            if pools is None
+            else f"a prefill and a decode pool would serve {pools.requests_per_s:.4g} requests/s, one pool {mixed_rate:.4g}"
+        )
         plan = replace(plan, reasons=(*plan.reasons, split))
     told = [f"{other.request.weights_dtype} weights, {other.request.cache_dtype or 'own'} cache: {_outcome(lost, choice)}"
             for other, lost in others]  # fmt: skip

@@ -12,9 +12,9 @@ from dayzero.core.plan import Layout, TimeEstimate
 from dayzero.core.target import Target
 from dayzero.core.units import DTYPE_BITS
 from dayzero.plan.ledger import Evaluator
-from dayzero.plan.links import Links
+from dayzero.plan.links import Links, Seconds
 from dayzero.plan.traffic import Traffic
-from dayzero.plan.trust import doubtful
+from dayzero.plan.trust import doubtful, links_measured
 from dayzero.plan.work import Batch, KindWork, Operator, Work
 
 # Only to order layouts where a card publishes nothing; never shown as a time.
@@ -48,6 +48,9 @@ class Shares:
 # kernel's own result already. An operator starts in 1.5 us from a recorded graph and in 6 us from Python.
 PUBLISHED = Shares((0.85, 0.35), (0.92, 0.5), (0.9, 0.4), (1.5e-6, 6e-6), (0.7, 0.0), "published rates")
 MEASURED = replace(PUBLISHED, compute=(1.0, 0.7), memory=(1.0, 0.75), note="measured rates")
+# Of a measured link, as of a measured matrix rate, and as far as its own points lie from the line through them. Not where a
+# published network may carry part of the bytes.
+MEASURED_LINK = (1.0, 0.7)
 DOUBT = 0.6  # further share that an unverified figure may fall short by, and 1 / 0.8 that it may exceed
 
 
@@ -70,7 +73,12 @@ def shares_of(target: Target, dtype: str) -> Shares:
     """The range by what the figures are worth."""
     shares = MEASURED if target.confidence == "measured" else PUBLISHED
     fields = {"compute": f"card.flops_per_s.{dtype}", "memory": "card.memory_bytes_per_s", "link": "node.link_bytes_per_s"}
-    wide = [name for name, field in fields.items() if doubtful(target, field)]
+    linked = links_measured(target) and (target.network_bytes_per_s is None or target.node.topology == "shared memory")
+    if linked:
+        most, least = Links(target).spread()
+        span = max(MEASURED_LINK[0], most), min(MEASURED_LINK[1], least)
+        shares = replace(shares, link=span, note=f"{shares.note}, links measured")
+    wide = [name for name, field in fields.items() if doubtful(target, field) and not (linked and name == "link")]
     compute, memory, link = (
         (span[0] / 0.8, span[1] * DOUBT) if name in wide else span
         for name, span in (("compute", shares.compute), ("memory", shares.memory), ("link", shares.link))
@@ -83,13 +91,16 @@ def shares_of(target: Target, dtype: str) -> Shares:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Seconds of one step through all stages, by part; `low_s`, `high_s` before collectives."""
+    """Seconds of one step through all stages, by part; `low_s`, `high_s` before collectives. What a pipeline cut balances: the
+    seconds of each layer in the middle of the range, and of what is outside them."""
 
     compute_s: float
     memory_s: float
     low_s: float
     high_s: float
     launches: float
+    layers_s: tuple[float, ...]
+    outside_s: float
 
 
 class Roofline:
@@ -104,8 +115,8 @@ class Roofline:
         self.links = Links(evaluator.target)
         self.traffic = Traffic(self.model, self.links, DTYPE_BITS[self.dtype] // 8)
         self._rates: dict[tuple[str, ...], float] = {}
-        self._layers: dict[int, tuple[float, ...]] = {}
-        self._steps: dict[int, Step] = {}
+        self._spans: dict[tuple[Operator, ...], tuple[float, ...]] = {}
+        self._steps: dict[object, Step] = {}
 
     @cached_property
     def activations(self) -> dict[str, str]:
@@ -142,21 +153,33 @@ class Roofline:
 
     def _kind(self, work: KindWork) -> tuple[float, ...]:
         """(compute, memory, low, high) seconds of one layer."""
-        if id(work) not in self._layers:
-            self._layers[id(work)] = tuple(map(sum, zip(*map(self._operator, work.operators), strict=True)))
-        return self._layers[id(work)]
+        compute = memory = low = high = 0.0
+        for operators in filter(None, work.parts):
+            if (span := self._spans.get(operators)) is None:
+                span = self._spans[operators] = tuple(map(sum, zip(*map(self._operator, operators), strict=True)))
+            compute, memory, low, high = compute + span[0], memory + span[1], low + span[2], high + span[3]
+        return compute, memory, low, high
 
     def step(self, layout: Layout, batch: Batch) -> Step:
-        works = self.work.kinds(layout, batch)
-        if id(works) not in self._steps:  # works live as long as `self.work` caches them
-            compute = memory = low = high = launches = 0.0
-            for work in works:
-                one = self._kind(work)
-                compute, memory = compute + work.count * one[0], memory + work.count * one[1]
-                low, high = low + work.count * one[2], high + work.count * one[3]
-                launches += work.count * work.launches
-            self._steps[id(works)] = Step(compute, memory, low, high, launches)
-        return self._steps[id(works)]
+        """One step through all stages before collectives. Cached: placements, cuts and searches of one model share it."""
+        key = (layout.tp, layout.cp, layout.cp_in_tp, layout.ep, layout.dp, layout.sp, batch)
+        if (found := self._steps.get(key)) is None:
+            found = self._steps[key] = self._summed(self.work.kinds(layout, batch))
+        return found
+
+    def _summed(self, works: tuple[KindWork, ...]) -> Step:
+        compute = memory = low = high = launches = 0.0
+        times, start_s = [0.0] * self.model.dimensions.num_layers, sum(self.shares.launch_s)
+        ones = [self._kind(work) for work in works]
+        for work, one in zip(works, ones, strict=True):
+            compute, memory = compute + work.num_layers * one[0], memory + work.num_layers * one[1]
+            low, high = low + work.num_layers * one[2], high + work.num_layers * one[3]
+            launches += work.num_layers * work.launches
+        for kind, work, one in zip(self.model.layer_kinds, works, ones, strict=False):
+            seconds = (one[2] + one[3]) / 2 + work.launches * start_s / 2
+            for layer in kind.layers:
+                times[layer] = seconds
+        return Step(compute, memory, low, high, launches, tuple(times), sum(ones[-1][2:]) / 2)
 
     def at_least_s(self, layout: Layout, batch: Batch) -> float:
         """A bound from below on the middle of a step's range, from a few sums: reading and computing what the rank holds, in
@@ -180,44 +203,38 @@ class Roofline:
     def _fastest(self) -> float:
         return max([self.rates.flops_per_s, *self.evaluator.target.card.flops_per_s.values()])
 
-    def layer_times(self, layout: Layout, batch: Batch) -> tuple[list[float], float]:
-        """Seconds of each layer in the middle of the range, and of what is outside them: what a pipeline cut balances."""
-        works = self.work.kinds(layout, batch)
-        times = [0.0] * self.model.dimensions.num_layers
-        for kind, work in zip(self.model.layer_kinds, works, strict=False):
-            _, _, low, high = self._kind(work)
-            start = work.launches * sum(self.shares.launch_s) / 2
-            for layer in kind.layers:
-                times[layer] = (low + high) / 2 + start
-        return times, sum(self._kind(works[-1])[2:]) / 2
-
     def prefill_batch(self, num_tokens: int) -> tuple[Batch, int]:
         """One chunk of a prompt in the middle of it, and how many chunks there are."""
         steps = -(-num_tokens // self.evaluator.request.chunk_tokens)
         return Batch("prefill", num_tokens / steps, 1, num_tokens // 2 + 1), steps
 
-    def prefill(self, layout: Layout, num_tokens: int, *, at_best: bool = False) -> TimeEstimate:
-        """One prompt of `num_tokens` on one replica, through all stages. `at_best`: wherever the axes are placed."""
+    def prefill(self, layout: Layout, num_tokens: int) -> TimeEstimate:
+        """One prompt of `num_tokens` on one replica, through all stages."""
         batch, steps = self.prefill_batch(num_tokens)
-        return self._estimate(layout, batch, steps, at_best)
+        return self._estimate(layout, batch, steps)
 
-    def decode(self, layout: Layout, sequences: int, context: int, *, at_best: bool = False) -> TimeEstimate:
+    def decode(self, layout: Layout, sequences: int, context: int) -> TimeEstimate:
         """One token for each of `sequences` sequences on one replica, each with `context` tokens in its cache."""
-        return self._estimate(layout, Batch("decode", sequences, sequences, context), 1, at_best)
+        return self._estimate(layout, Batch("decode", sequences, sequences, context), 1)
 
-    def _estimate(self, layout: Layout, batch: Batch, steps: int, at_best: bool) -> TimeEstimate:
+    def _estimate(self, layout: Layout, batch: Batch, steps: int) -> TimeEstimate:
         step, shares = self.step(layout, batch), self.shares
-        moved = self.traffic.at_best(layout, batch) if at_best else self.traffic.step(layout, batch)
-        ends = []
+        moved = self.traffic.step(layout, batch)
+        low, high = self.ends(step, moved)
+        return TimeEstimate(
+            compute_s=steps * step.compute_s, memory_s=steps * step.memory_s,
+            communication_s=steps * (moved.alpha + moved.beta), low_s=steps * low, high_s=steps * high,
+            launch_s=steps * step.launches * shares.launch_s[0], note=shares.note,
+        )  # fmt: skip
+
+    def ends(self, step: Step, moved: Seconds) -> tuple[float, float]:
+        """Seconds of one step with its collectives, at best and at worst."""
+        shares, ends = self.shares, []
         for index, work in enumerate((step.low_s, step.high_s)):
             transfer = moved.beta / shares.link[index]
             exposed = transfer - shares.hidden[index] * min(transfer, work)
             ends.append(work + exposed + moved.alpha * (1, 2)[index] + step.launches * shares.launch_s[index])
-        return TimeEstimate(
-            compute_s=steps * step.compute_s, memory_s=steps * step.memory_s,
-            communication_s=steps * (moved.alpha + moved.beta), low_s=steps * ends[0], high_s=steps * ends[1],
-            launch_s=steps * step.launches * shares.launch_s[0], note=shares.note,
-        )  # fmt: skip
+        return ends[0], ends[1]
 
 
 def middle(estimate: TimeEstimate) -> float:

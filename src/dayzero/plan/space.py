@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 from itertools import permutations
-from math import prod
+from math import isqrt, prod
+from typing import NamedTuple
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.plan import DEFAULT_PLACEMENT, Layout
@@ -21,8 +22,20 @@ from dayzero.plan.traffic import Reach
 SPANNING = ("tp", "pp", "dp", "cp")  # their product is the number of devices
 
 
-def divisors(number: int) -> list[int]:
-    return [value for value in range(1, number + 1) if number % value == 0]
+def divisors(number: int) -> tuple[int, ...]:
+    small = [value for value in range(1, isqrt(number) + 1) if number % value == 0]
+    return tuple(sorted({*small, *(number // value for value in small)}))
+
+
+class Degrees(NamedTuple):
+    """The degrees of a layout, without what they imply: cheap enough to be made by the ten thousand. `cp`: devices."""
+
+    tp: int
+    pp: int
+    dp: int
+    cp: int
+    dcp: int
+    ep: int
 
 
 class Space:
@@ -33,6 +46,7 @@ class Space:
         self.fixed = dict(evaluator.request.fixed)
         self._illegal: dict[tuple[int, int, int], str | None] = {}
         self._refusals: dict[Layout, str | None] = {}
+        self._known_places: dict[tuple[int, ...], tuple[tuple[tuple[str, ...], Reach], ...]] = {}
 
     @cached_property
     def roofline(self) -> Roofline:
@@ -46,9 +60,26 @@ class Space:
     def layouts(self, devices: int) -> Iterator[Layout]:
         """Every layout of `devices` that respects the fixed degrees, but for those that no workload could use: replicas
         without a request, stages without a layer, experts without a rank. One placement each; `variants` has the others."""
+        return map(self.layout, self.degrees(devices))
+
+    def layout(self, degrees: Degrees) -> Layout:
+        """Raises DayZeroError for fixed degrees that clash."""
+        tp, pp, dp, cp, dcp, ep = degrees
+        return Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=bool(self.request.sp))
+
+    def families(self, devices: int) -> list[list[Degrees]]:
+        """The same in groups that differ in nothing but the context that a TP group shares, least of it first."""
+        found: dict[tuple[int, ...], list[Degrees]] = {}
+        for degrees in self.degrees(devices):
+            found.setdefault((*degrees[:4], degrees.ep), []).append(degrees)
+        return list(found.values())
+
+    def degrees(self, devices: int) -> Iterator[Degrees]:
+        """What `layouts` are made of."""
         grows = self.evaluator.cache.grows()
         num_layers, num_experts = self.model.dimensions.num_layers, self.model.dimensions.num_experts
-        for tp in self._values("tp", devices):
+        shared = {tp: self._shared_context(tp) for tp in self._values("tp", devices)}
+        for tp in shared:
             for pp in self._values("pp", devices // tp):
                 if pp > num_layers and "pp" not in self.fixed:
                     continue
@@ -58,17 +89,17 @@ class Space:
                     cp = devices // (tp * pp * dp)
                     if cp != self.fixed.get("cp", cp) or ("cp" not in self.fixed and cp > 1 and not grows):
                         continue
-                    degrees = divisors(tp * dp * cp) if num_experts else [1]
-                    for dcp in self._shared_context(tp):
-                        for ep in [self.fixed["ep"]] if "ep" in self.fixed else degrees:
+                    groups = divisors(tp * dp * cp) if num_experts else (1,)
+                    for dcp in shared[tp]:
+                        for ep in (self.fixed["ep"],) if "ep" in self.fixed else groups:
                             if (tp * dp * cp) % ep and "tp" not in self.fixed:  # who fixed both is told that they clash
                                 continue
                             if ep <= max(1, num_experts) or "ep" in self.fixed:
-                                yield Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=bool(self.request.sp))
+                                yield Degrees(tp, pp, dp, cp, dcp, ep)
 
-    def _values(self, axis: str, devices: int) -> list[int]:
+    def _values(self, axis: str, devices: int) -> tuple[int, ...]:
         if axis in self.fixed:
-            return [self.fixed[axis]] if devices % self.fixed[axis] == 0 else []
+            return (self.fixed[axis],) if devices % self.fixed[axis] == 0 else ()
         return divisors(devices)
 
     def _shared_context(self, tp: int) -> list[int]:
@@ -93,23 +124,27 @@ class Space:
     def variants(self, layout: Layout) -> Iterator[Layout]:
         """The layout in every placement that lies on other links, each with and without sequence parallelism."""
         for sp in self._sp(layout):
-            for placement in self._placements(layout):
+            for placement, _ in self.places(layout):
                 yield replace(layout, sp=sp, placement=placement)
+
+    def places(self, layout: Layout) -> tuple[tuple[tuple[str, ...], Reach], ...]:
+        """Placements that lie on other links, with what each collective reaches in them."""
+        key = (layout.tp, layout.pp, layout.dp, layout.cp_devices, layout.ep)
+        if key not in self._known_places:
+            found: dict[Reach, tuple[str, ...]] = {}
+            for placement in self._placements(layout):
+                found.setdefault(self.roofline.traffic.reach(layout, placement), placement)
+            self._known_places[key] = tuple((placement, reach) for reach, placement in found.items())
+        return self._known_places[key]
 
     def _placements(self, layout: Layout) -> Iterator[tuple[str, ...]]:
         active = [axis for axis in DEFAULT_PLACEMENT if layout.degree(axis) > 1]
         if layout.num_devices <= self.roofline.links.domain or len(active) < 2:
             yield DEFAULT_PLACEMENT
             return
-        seen: set[Reach] = set()
         idle = tuple(axis for axis in DEFAULT_PLACEMENT if axis not in active)
-        default = tuple(active)
         for order in permutations(active):
-            placement = DEFAULT_PLACEMENT if order == default else (*order, *idle)
-            reach = self.roofline.traffic.reach(replace(layout, placement=placement))
-            if reach not in seen:
-                seen.add(reach)
-                yield placement
+            yield DEFAULT_PLACEMENT if order == tuple(active) else (*order, *idle)
 
     def illegal(self, layout: Layout) -> str | None:
         if layout.ep > 1 and not self.model.dimensions.num_experts:
@@ -118,13 +153,17 @@ class Space:
             return f"cp={layout.cp}, but no cache grows with the context"
         if layout.cp_in_tp > 1 and (reason := self.context_illegal(layout.tp, layout.cp_in_tp)) is not None:
             return reason
+        return self.uncut(layout) or self._refused(layout)
+
+    def uncut(self, layout: Layout) -> str | None:
+        """Why some parameter or cache cannot be cut this way, the same for all layouts of a family."""
         heads = self.model.dimensions.num_attention_heads
         if self.estimated and heads and heads % layout.tp:
             return f"{heads} attention heads are not divisible by tp={layout.tp}"
         key = (layout.tp, layout.ep, layout.expert_tp)
         if key not in self._illegal:
             self._illegal[key] = self.evaluator.weights.illegal(layout) or self._cannot_be_cut(layout)
-        return self._illegal[key] or self._refused(layout)
+        return self._illegal[key]
 
     def _refused(self, layout: Layout) -> str | None:
         """Why another engine, whose memory model the ledger follows, has no spelling for the degrees."""

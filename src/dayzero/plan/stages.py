@@ -46,7 +46,7 @@ class _Stack:
         check_stages(len(costs), num_stages)
         self.num_layers, self.num_stages, self.caps = len(costs), num_stages, caps
         self.extras = (first_extra, last_extra)
-        self.prefix = [0, *accumulate(costs)]
+        self.prefix, self.largest = [0, *accumulate(costs)], max(costs)
         self.second = [0, *accumulate(caps.costs)] if caps is not None else []
 
     def extra(self, stage: int, ends: tuple[int, int]) -> int:
@@ -65,53 +65,82 @@ class _Stack:
         held = self.second[stop] - self.second[start] + self.extra(stage, (caps.first_extra, caps.last_extra))
         return held <= caps.room
 
-    def filled(self, limit: int) -> Stages | None:
-        """Each stage but the last takes as many layers as it can and leaves one for each after; None when none is left."""
-        found, start = [], 0
-        for stage in range(self.num_stages - 1):
-            stop = bisect_right(self.prefix, self.prefix[start] + limit - self.extra(stage, self.extras)) - 1
-            if (caps := self.caps) is not None:
-                room = caps.room - self.extra(stage, (caps.first_extra, caps.last_extra))
-                stop = min(stop, bisect_right(self.second, self.second[start] + room) - 1)
-            stop = min(stop, self.num_layers - (self.num_stages - 1 - stage))
+    def filled(self, limit: int) -> tuple[Stages | None, int]:
+        """Each stage but the last takes as many layers as it can and leaves one for each after; None when none is left.
+
+        Beside it the smallest higher limit at which some stage takes more, or the last one holds: below that nothing changes.
+        """
+        prefix, second, caps, last = self.prefix, self.second, self.caps, self.num_stages - 1
+        found, start, higher = [], 0, prefix[-1] + sum(self.extras) + 1
+        extra, held = self.extras[0], caps.first_extra if caps is not None else 0
+        for stage in range(last):
+            most = self.num_layers - (last - stage)
+            if caps is not None:
+                most = min(most, bisect_right(second, second[start] + caps.room - held, start) - 1)
+            base = prefix[start] - extra
+            stop = bisect_right(prefix, base + limit, start) - 1
+            extra = held = 0  # only the first stage carries any
+            if stop < most:
+                higher = min(higher, prefix[stop + 1] - base)
+            else:
+                stop = most
             if stop <= start:
-                return None
+                return None, higher
             found.append((start, stop))
             start = stop
         found.append((start, self.num_layers))
-        return tuple(found) if self.holds(self.num_stages - 1, start, self.num_layers, limit) else None
+        if self.holds(last, start, self.num_layers, limit):
+            return tuple(found), higher
+        return None, min(higher, max(limit + 1, self.cost(last, start, self.num_layers)))
 
-    def limit(self) -> int | None:
-        """The smallest possible cost of the heaviest stage (bisection over the answer); None when the caps cannot be kept."""
-        high = self.prefix[-1] + sum(self.extras)
-        if self.filled(high) is None:
+    def lightest(self) -> tuple[int, Stages] | None:
+        """The smallest possible cost of the heaviest stage and a cut that has it; None when the caps cannot be kept.
+
+        Bisection over the answer, between costs that some cut has: a cut that was found bounds it from above by its heaviest
+        stage, a limit without one from below by the next limit that changes anything.
+        """
+        whole = self.prefix[-1] + sum(self.extras)
+        low = -(-whole // self.num_stages)
+        best, higher = self.filled(low + self.largest)  # enough, but for large ends and caps
+        if best is None:
+            low, (best, _) = higher, self.filled(whole)
+        if best is None:
             return None
-        low = 0
+        high = self.heaviest(best)
         while low < high:
             middle = (low + high) // 2
-            if self.filled(middle) is not None:
-                high = middle
+            found, higher = self.filled(middle)
+            if found is None:
+                low = higher
             else:
-                low = middle + 1
-        return low
+                best, high = found, self.heaviest(found)
+        return high, best
+
+    def heaviest(self, stages: Stages) -> int:
+        costs = [self.prefix[stop] - self.prefix[start] for start, stop in stages]
+        costs[0] += self.extras[0]
+        costs[-1] += self.extras[1]
+        return max(costs)
 
 
-def _limit(stack: _Stack, num_stages: int) -> int:
-    limit = stack.limit()
-    if limit is None:
-        raise DayZeroError("no cut keeps every stage within its memory", got=f"pp={num_stages}", want="stages that fit",
+def _lightest(stack: _Stack) -> tuple[int, Stages]:
+    found = stack.lightest()
+    if found is None:
+        raise DayZeroError("no cut keeps every stage within its memory", got=f"pp={stack.num_stages}", want="stages that fit",
                            fix="use more stages or more cards")  # fmt: skip
-    return limit
+    return found
+
+
+def lightest_cost(costs: list[int], num_stages: int, *, last_extra: int = 0) -> int:
+    """What the heaviest stage costs in the best cut there is, memory apart."""
+    return _lightest(_Stack(costs, num_stages, 0, last_extra, None))[0]
 
 
 def first_cut(
     costs: list[int], num_stages: int, *, first_extra: int = 0, last_extra: int = 0, caps: Caps | None = None
 ) -> Stages:
     """A cut whose heaviest stage is lightest, found by filling stages from the front: quick, but not even."""
-    stack = _Stack(costs, num_stages, first_extra, last_extra, caps)
-    found = stack.filled(_limit(stack, num_stages))
-    assert found is not None, (costs, num_stages)
-    return found
+    return _lightest(_Stack(costs, num_stages, first_extra, last_extra, caps))[1]
 
 
 def cut_stages(
@@ -123,7 +152,7 @@ def cut_stages(
     stages than layers, or when no cut keeps the caps.
     """
     stack = _Stack(costs, num_stages, first_extra, last_extra, caps)
-    limit = _limit(stack, num_stages)
+    limit, _ = _lightest(stack)
     num_layers = len(costs)
     # best[i]: (sum of squares, stop) of the stages from the current one to the last, when the current starts at layer i.
     table: list[dict[int, tuple[int, int]]] = []

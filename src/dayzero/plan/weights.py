@@ -6,12 +6,13 @@ memory model (`plan.engines`). Deliberately not done: choosing an engine's kerne
 """
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Parameter, ShardRule
 from dayzero.core.plan import Coordinates, Layout
-from dayzero.core.sharding import Box, box_elements, owns_layer, rank_boxes
+from dayzero.core.sharding import EXPERT_ROLES, Box, box_elements, owns_layer, rank_boxes
 from dayzero.core.units import DTYPE_BITS
 from dayzero.plan.engines import WeightRules
 from dayzero.plan.formats import Formats, WeightFormat
@@ -63,7 +64,10 @@ class Weights:
         self.latent_widths = _latent_widths(model) if self.rules.absorbed_latents else frozenset()
         self.groups: list[Group] = []
         self._ids: dict[object, int] = {}
-        self._costs: dict[tuple[int, ...], Cost] = {}
+        self._spread: list[bool] = []  # per group: whether experts' degrees cut it, and not TP
+        self._costs: list[dict[tuple[int, ...], Cost]] = []  # per group, by the degrees that cut it
+        self._layer_bytes: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._tensors: dict[tuple[int, ...], tuple[tuple[int, str, int], ...]] = {}
         names = {parameter.name for parameter in model.parameters}
         self.loose: list[tuple[int, Parameter]] = []  # without a layer, tied, or beyond the last layer: owned one by one
         layers: list[Counter[int]] = [Counter() for _ in range(self.num_layers)]
@@ -80,12 +84,14 @@ class Weights:
                 self.loose.append((group, parameter))
             else:
                 layers[parameter.layer][group] += 1
+        # Whether no degree that cuts other roles cuts an expert.
+        self.experts_apart = all(spread or group.parameter.role not in EXPERT_ROLES
+                                 for group, spread in zip(self.groups, self._spread, strict=True))  # fmt: skip
         # Whether layers share a tensor, so that what a stage holds depends on which layers it has.
         self.shared_layers = any(p.layer is not None and p.layer < self.num_layers for _, p in self.loose)
         classes: dict[tuple[tuple[int, int], ...], int] = {}
         self.layer_class = [classes.setdefault(tuple(sorted(counts.items())), len(classes)) for counts in layers]
         self.classes = list(classes)
-        self.class_groups = [tuple(group for group, _ in counts) for counts in self.classes]
 
     def _with_wide_rule(self, parameter: Parameter) -> Parameter:
         """The parameter, with a rule of the engine's where it divides what the description leaves whole."""
@@ -114,18 +120,29 @@ class Weights:
         if key not in self._ids:
             self._ids[key] = len(self.groups)
             self.groups.append(Group(parameter, weight_format, absorbed))
+            self._spread.append(parameter.role in EXPERT_ROLES and parameter.shard.expert_dim is not None)
+            self._costs.append({})
         return self._ids[key]
 
-    def cost(self, group: int, layout: Layout, place: Coordinates) -> Cost:
-        """One parameter of the group on the rank at `place`. Raises DayZeroError when the cut is illegal."""
-        key = (group, layout.tp, layout.ep, layout.expert_tp, place.tp, place.ep, place.expert_tp)
-        if key not in self._costs:
-            parameter, weight_format = self.groups[group].parameter, self.groups[group].format
-            boxes = self._boxes(parameter, layout, place)
-            num_bytes = weight_format.bytes_of(parameter, boxes, hidden=self.formats.hidden, experts=self.formats.experts)
-            copied = box_elements(boxes) * self.compute_bits // 8 if self.groups[group].absorbed else 0
-            self._costs[key] = Cost(box_elements(boxes), num_bytes + copied, copied)
-        return self._costs[key]
+    def costs(self, layout: Layout, place: Coordinates) -> Callable[[int], Cost]:
+        """One parameter of a group on the rank at `place`, by group. What is returned raises DayZeroError when the cut is
+        illegal."""
+        whole, spread = (layout.tp, place.tp), (layout.ep, layout.expert_tp, place.ep, place.expert_tp)
+
+        def cost(group: int) -> Cost:
+            known, key = self._costs[group], spread if self._spread[group] else whole
+            if (found := known.get(key)) is None:
+                found = known[key] = self._priced(group, layout, place)
+            return found
+
+        return cost
+
+    def _priced(self, group: int, layout: Layout, place: Coordinates) -> Cost:
+        parameter, weight_format = self.groups[group].parameter, self.groups[group].format
+        boxes = self._boxes(parameter, layout, place)
+        num_bytes = weight_format.bytes_of(parameter, boxes, hidden=self.formats.hidden, experts=self.formats.experts)
+        copied = box_elements(boxes) * self.compute_bits // 8 if self.groups[group].absorbed else 0
+        return Cost(box_elements(boxes), num_bytes + copied, copied)
 
     def _boxes(self, parameter: Parameter, layout: Layout, place: Coordinates) -> tuple[Box, ...]:
         """The rank's boxes; a vocabulary that the engine pads is dealt out in equal parts, the last ones beyond its end."""
@@ -136,27 +153,31 @@ class Weights:
         rows = -(-padded // layout.tp)
         return (((place.tp * rows, (place.tp + 1) * rows), *((0, size) for size in parameter.shape[1:])),)
 
-    def layer_bytes(self, layout: Layout, place: Coordinates) -> list[int]:
+    def layer_bytes(self, layout: Layout, place: Coordinates) -> tuple[int, ...]:
         """Bytes of each layer on a rank at `place` of whichever stage holds it (tied parameters apart)."""
-        by_class = [sum(self.cost(group, layout, place).num_bytes * count for group, count in counts)
-                    for counts in self.classes]  # fmt: skip
-        return [by_class[index] for index in self.layer_class]
+        key = (layout.tp, layout.ep, layout.expert_tp, place.tp, place.ep, place.expert_tp)
+        if key not in self._layer_bytes:
+            cost = self.costs(layout, place)
+            by_class = [sum(cost(group).num_bytes * count for group, count in counts) for counts in self.classes]
+            self._layer_bytes[key] = tuple(by_class[index] for index in self.layer_class)
+        return self._layer_bytes[key]
 
     def loose_bytes(self, layout: Layout, place: Coordinates, stage: int) -> int:
         """Bytes of the parameters outside the layers (and the tied ones) that `stage` stores, each tied group once."""
-        return sum(self.cost(group, layout, place).num_bytes for group, _ in self._loose_of(layout, stage))
+        cost = self.costs(layout, place)
+        return sum(cost(group).num_bytes for group, _ in self._loose_of(layout, stage))
 
     def cut_costs(self, layout: Layout, place: Coordinates) -> tuple[list[int], int, int]:
         """What a pipeline cut weighs: bytes per layer, and what the first and the last stage carry beside their layers.
 
         A tensor that several layers share is weighed at the first of them; the ledger then counts it on every stage.
         """
-        layers = self.layer_bytes(layout, place)
+        layers, cost = list(self.layer_bytes(layout, place)), self.costs(layout, place)
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         seen: set[str] = set()
         for group, parameter in self.loose:
-            root, num_bytes = self.roots[parameter.name], self.cost(group, layout, place).num_bytes
+            root, num_bytes = self.roots[parameter.name], cost(group).num_bytes
             if parameter.layer is not None and parameter.layer < self.num_layers:
                 layers[parameter.layer] += 0 if root in seen else num_bytes
                 seen.add(root)
@@ -177,15 +198,10 @@ class Weights:
 
     def by_role(self, layout: Layout, place: Coordinates, stage: int) -> dict[str, RoleCost]:
         """What the rank at `place` of `stage` stores, by role."""
-        first, stop = layout.stages[stage] if layout.stages else (0, self.num_layers)
-        counts: Counter[tuple[int, str]] = Counter()
-        for index, number in Counter(self.layer_class[first:stop]).items():
-            for group, count in self.classes[index]:
-                counts[group, self.groups[group].parameter.role] += count * number
-        counts.update((group, self._line_of(parameter)) for group, parameter in self._loose_of(layout, stage))
         roles: dict[str, RoleCost] = {}
-        for (group, role), count in counts.items():
-            parameter, cost = self.groups[group].parameter, self.cost(group, layout, place)
+        cost_of = self.costs(layout, place)
+        for group, role, count in self.tensors(layout, stage):
+            parameter, cost = self.groups[group].parameter, cost_of(group)
             old = roles.get(role, RoleCost(0, 0, 0, 0, ()))
             name = self.groups[group].format.name
             if cost.copied_bytes:
@@ -200,6 +216,19 @@ class Weights:
             )  # fmt: skip
         return roles
 
+    def tensors(self, layout: Layout, stage: int) -> tuple[tuple[int, str, int], ...]:
+        """What each rank of a stage has a part of: group, ledger line, and how many."""
+        first, stop = layout.stages[stage] if layout.stages else (0, self.num_layers)
+        key = (first, stop, stage == 0, stage == layout.pp - 1, layout.stages[-1][1] if layout.stages else 0)
+        if key not in self._tensors:
+            counts: Counter[tuple[int, str]] = Counter()
+            for index, number in Counter(self.layer_class[first:stop]).items():
+                for group, count in self.classes[index]:
+                    counts[group, self.groups[group].parameter.role] += count * number
+            counts.update((group, self._line_of(parameter)) for group, parameter in self._loose_of(layout, stage))
+            self._tensors[key] = tuple((group, line, count) for (group, line), count in counts.items())
+        return self._tensors[key]
+
     def _line_of(self, parameter: Parameter) -> str:
         """The ledger line a parameter is counted in: its role, and one line for all of a draft block."""
         beyond = parameter.layer is not None and parameter.layer >= self.num_layers
@@ -207,10 +236,8 @@ class Weights:
 
     def largest_part(self, layout: Layout, place: Coordinates, stage: int) -> tuple[int, str]:
         """The largest single tensor a rank of the stage loads, and the role it has."""
-        first, stop = layout.stages[stage] if layout.stages else (0, self.num_layers)
-        groups = {group for index in set(self.layer_class[first:stop]) for group in self.class_groups[index]}
-        groups |= {group for group, _ in self._loose_of(layout, stage)}
-        sizes = [(self.cost(group, layout, place).num_bytes, self.groups[group].parameter.role) for group in groups]
+        cost = self.costs(layout, place)
+        sizes = [(cost(group).num_bytes, self.groups[group].parameter.role) for group, _, _ in self.tensors(layout, stage)]
         return max(sizes, default=(0, "other"))
 
     def illegal(self, layout: Layout) -> str | None:

@@ -8,8 +8,9 @@ Sources: 2 FLOPs a weight and token; attention 2 x heads x (key + value width) x
 expansion 2 x heads x (2 x latent + rope); a recurrent state 6 FLOPs an element and token.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
+from typing import NamedTuple
 
 from dayzero.core.formulas import evaluate
 from dayzero.core.model import LayerKind, OperatorNode
@@ -28,8 +29,7 @@ NOMINAL_SELECTED_TOKENS = 2048
 STATE_FLOPS = 6
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """One step of one replica: new tokens, sequences they belong to, and the mean number of keys each sees."""
 
     phase: str  # prefill, decode
@@ -42,8 +42,7 @@ class Batch:
         return self.phase == "decode"
 
 
-@dataclass(frozen=True, slots=True)
-class Operator:
+class Operator(NamedTuple):
     """One roofline: what it computes at which rate, and what it reads and writes. `formats`: of its weights."""
 
     name: str
@@ -52,15 +51,14 @@ class Operator:
     formats: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class KindWork:
-    """One layer of a kind (or what is outside the layers, `count` 1)."""
+class KindWork(NamedTuple):
+    """One layer of a kind (or what is outside the layers, `num_layers` 1). `parts`: its operators, together where layouts share
+    them."""
 
     name: str
-    count: int
-    operators: tuple[Operator, ...]
+    num_layers: int
+    parts: tuple[tuple[Operator, ...], ...]
     launches: float
-    is_moe: bool = False
 
 
 class Work:
@@ -72,8 +70,11 @@ class Work:
         self.size = DTYPE_BITS[evaluator.request.compute_dtype] // 8
         self.chosen_share = dims.num_experts_per_token / dims.num_experts if dims.num_experts else 0.0
         self._roles: dict[object, dict[str, tuple[float, float, tuple[str, ...]]]] = {}
-        self._kinds: dict[object, tuple[KindWork, ...]] = {}
-        self._sums: dict[object, tuple[float, float, float, float]] = {}
+        self._products: dict[object, tuple[Operator, ...]] = {}
+        self._mixers: dict[object, tuple[Operator, ...]] = {}
+        self._launches: dict[object, float] = {}
+        self._dense_sums: dict[object, tuple[float, float]] = {}
+        self._expert_sums: dict[object, tuple[float, float]] = {}
         self._read: dict[object, float] = {}
         self._moved_bytes: dict[object, float] = {}
         self._flops: dict[object, float] = {}
@@ -84,17 +85,17 @@ class Work:
         return bool(self.model.layer_kinds) and all(kind.operators.decode for kind in self.model.layer_kinds)
 
     def kinds(self, layout: Layout, batch: Batch) -> tuple[KindWork, ...]:
-        """Every layer kind's work for a step, then what is outside the layers. Cached: placements share it."""
-        key = (layout.tp, layout.cp, layout.cp_in_tp, layout.ep, layout.expert_tp, layout.dp, layout.sp, batch)
-        if key not in self._kinds:
-            found = [self._kind(index, kind, layout, batch) for index, kind in enumerate(self.model.layer_kinds)]
-            self._kinds[key] = (*found, self._outside(layout, batch))
-        return self._kinds[key]
+        """Every layer kind's work for a step, then what is outside the layers."""
+        found = [self._kind(index, kind, layout, batch) for index, kind in enumerate(self.model.layer_kinds)]
+        return (*found, self._outside(layout, batch))
 
     def sums(self, layout: Layout) -> tuple[float, float, float, float]:
         """Over all layers: bytes of weights and of experts on the fullest rank, FLOPs a token of each (the head apart)."""
-        key = (layout.tp, layout.ep, layout.expert_tp)
-        if key not in self._sums:
+        both = (layout.tp, layout.ep, layout.expert_tp)
+        apart = self.evaluator.weights.experts_apart
+        dense_key = layout.tp if apart and self.chosen_share else both
+        expert_key = both[1:] if apart else both
+        if dense_key not in self._dense_sums or expert_key not in self._expert_sums:
             weights = experts = flops = expert_flops = 0.0
             for index, kind in enumerate(self.model.layer_kinds):
                 count = len(kind.layers)
@@ -103,14 +104,15 @@ class Work:
                         experts, expert_flops = experts + count * num_bytes, expert_flops + 2 * count * elements
                     else:
                         weights, flops = weights + count * num_bytes, flops + 2 * count * elements
-            self._sums[key] = weights, experts, flops, expert_flops
-        return self._sums[key]
+            self._dense_sums[dense_key], self._expert_sums[expert_key] = (weights, flops), (experts, expert_flops)
+        (weights, flops), (experts, expert_flops) = self._dense_sums[dense_key], self._expert_sums[expert_key]
+        return weights, experts, flops, expert_flops
 
     def cached_bytes(self, layout: Layout, batch: Batch) -> float:
         """What one sequence's caches make a rank read in a step, over all layers."""
         key = (layout.tp, layout.cp, layout.cp_in_tp, batch.context)
         if key not in self._read:
-            one = replace(batch, sequences=1)
+            one = batch._replace(sequences=1)
             self._read[key] = sum(len(kind.layers) * self._mixer(index, kind, layout, one).num_bytes
                                   for index, kind in enumerate(self.model.layer_kinds))  # fmt: skip
         return self._read[key]
@@ -124,14 +126,16 @@ class Work:
     def _kind(self, index: int, kind: LayerKind, layout: Layout, batch: Batch) -> KindWork:
         # Prompts are dealt out over context ranks; a decoded token is worked on by all of them, for its attention only.
         tokens = batch.tokens if batch.decodes else batch.tokens / layout.cp_devices
-        operators = [
-            self._product(role, elements, num_bytes, formats, tokens, layout)
-            for role, (elements, num_bytes, formats) in self._shares(index, layout).items()
-        ]
-        operators.append(self._mixer(index, kind, layout, batch))
+        key = (index, layout.tp, layout.ep, layout.dp, layout.cp_devices, tokens)
+        if key not in self._products:
+            self._products[key] = tuple(self._product(role, *share, tokens, layout)
+                                        for role, share in self._shares(index, layout).items())  # fmt: skip
+        read = (index, layout.tp, layout.cp, layout.cp_in_tp, batch)
+        if read not in self._mixers:
+            self._mixers[read] = (self._mixer(index, kind, layout, batch),)
         moved, launches = self._stream(kind, tokens, batch, layout)
-        operators.append(Operator("activations", 0.0, moved))
-        return KindWork(kind.name, len(kind.layers), tuple(operators), launches, kind.feed_forward == "moe")
+        parts = (self._products[key], self._mixers[read], (Operator("activations", 0.0, moved),))
+        return KindWork(kind.name, len(kind.layers), parts, launches)
 
     def _product(
         self, role: str, elements: float, num_bytes: float, formats: tuple[str, ...], tokens: float, layout: Layout
@@ -229,7 +233,8 @@ class Work:
         if key not in self._moved_bytes:  # formulas are evaluated once for all layouts with as many tokens
             nodes = (node for node in graph if node.kind not in PRODUCTS | MIXERS)
             self._moved_bytes[key] = sum(self._moved(node, tokens, batch) for node in nodes)
-        return self._moved_bytes[key] / split, float(sum(node.count for node in graph))
+            self._launches[kind.name, batch.phase] = float(sum(node.count for node in graph))
+        return self._moved_bytes[key] / split, self._launches[kind.name, batch.phase]
 
     @staticmethod
     def _moved(node: OperatorNode, tokens: float, batch: Batch) -> float:
@@ -251,4 +256,4 @@ class Work:
         if not has_head and "embedding" in shares:  # a tied head
             elements, num_bytes, formats = shares["embedding"]
             operators.append(Operator("head", 2.0 * elements * batch.sequences, num_bytes, formats))
-        return KindWork("outside", 1, tuple(operators), 6.0)
+        return KindWork("outside", 1, (tuple(operators),), 6.0)
