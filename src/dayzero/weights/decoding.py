@@ -29,6 +29,7 @@ class Decoder:
 
     `decode(read, start, stop)` gives rows start to stop as a tensor [stop - start, shape[-1]] of `dtype`, for any
     0 <= start < stop. It is called from several threads. `row_step`: runs that begin at multiples of it cost nothing extra.
+    `work_bytes`: what decoding a row takes beside the row itself.
     """
 
     name: str
@@ -38,6 +39,7 @@ class Decoder:
     operation: str  # "dequantize:<form>", "unpack:<form>"
     decode: DecodeRows
     row_step: int = 1
+    work_bytes: int = 0
 
     @property
     def columns(self) -> int:

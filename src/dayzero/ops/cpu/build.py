@@ -27,7 +27,7 @@ import torch
 from dayzero.core.cachedir import cache_folder as shared_cache_folder
 
 _FOLDER = Path(__file__).parent
-_OPERATOR_SOURCES = ("state.cpp", "linear.cpp", "attention.cpp")
+_OPERATOR_SOURCES = ("state.cpp", "linear.cpp", "attention.cpp", "quantize.cpp")
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-w")
 _X86_FLAGS = {
     "avx2": "-mavx2 -mfma -mf16c",
@@ -102,6 +102,19 @@ def _register_fakes() -> None:
     @torch.library.register_fake("dayzero::paged_attention_at")
     def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: object) -> torch.Tensor:
         return q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3])
+
+    @torch.library.register_fake("dayzero::block_range")
+    def _block_range(x: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x.new_empty(x.shape[0], -(-x.shape[1] // width), dtype=torch.float32)
+        return made, torch.empty_like(made)
+
+    @torch.library.register_fake("dayzero::integer_codes")
+    def _integer_codes(
+        x: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, width: int, bits: int, packed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        columns = -(-x.shape[1] * bits // 32) if packed else x.shape[1]
+        made = x.new_empty(x.shape[0], columns, dtype=torch.int32 if packed else torch.int8)
+        return made, x.new_empty(5, dtype=torch.float64)
 
     @torch.library.register_fake("dayzero::rms_norm")
     def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, weight_offset: float) -> torch.Tensor:

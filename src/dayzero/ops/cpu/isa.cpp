@@ -1,6 +1,7 @@
 // Compiled once per instruction set, with its flags and -DDAYZERO_ISA=<name>: exports that set's KernelTable.
 #include "attention_kernels.h"
 #include "linear_kernels.h"
+#include "quantize_kernels.h"
 #if defined(__AMX_BF16__)
 #include "amx_kernels.h"
 #endif
@@ -21,6 +22,6 @@ extern "C" const dayzero::KernelTable* DAYZERO_EXPORT(DAYZERO_ISA)() {
 #else
     false, linear_pack_bytes, linear_pack, linear_columns,
 #endif
-    attend, softmax_row, norm_row, to_f32, from_f32};
+    attend, softmax_row, norm_row, to_f32, from_f32, range_row, codes_row, pack_row};
   return &table;
 }

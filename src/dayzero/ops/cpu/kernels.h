@@ -45,6 +45,19 @@ struct NormRow {             // out = x * rsqrt(mean(x^2) + eps) * (weight_offse
   int64_t n; float eps, weight_offset;
 };
 
+struct RangeRow {            // least and greatest of every `width` columns; NaN where one is not finite
+  const void* x; DType type; int64_t columns, width;
+  float* low; float* high;                              // [ceil(columns / width)]
+};
+
+struct CodesRow {            // codes = clamp(round(x / scale + zero)), one scale for every `width` columns
+  const void* x; DType type; int64_t columns, width;
+  const float* scales; const int8_t* zeros;             // zeros may be null
+  float least, greatest;
+  int8_t* codes;                                        // [columns]
+  double* sums;                                         // += squares of error, weight, decoded; product; max of |error|
+};
+
 struct KernelTable {
   const char* isa;
   bool hardware_bf16;                                   // whether a library bf16 matmul is worth calling here
@@ -56,6 +69,9 @@ struct KernelTable {
   void (*norm_row)(const NormRow&);
   void (*to_f32)(const void* source, DType type, float* out, int64_t n);
   void (*from_f32)(const float* source, void* out, DType type, int64_t n);
+  void (*range_row)(const RangeRow&);
+  void (*codes_row)(const CodesRow&);
+  void (*pack_row)(const int8_t* codes, int64_t n, int bits, uint32_t* words);   // 4 or 8 bits, as value + 2^(bits - 1)
 };
 
 }  // namespace dayzero

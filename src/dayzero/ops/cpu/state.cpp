@@ -154,5 +154,7 @@ TORCH_LIBRARY_FRAGMENT(dayzero, m) {
   m.def("linear_at(Tensor x, Tensor weight, Tensor? bias, Tensor site) -> Tensor");
   m.def("linears_at(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor site) -> Tensor[]");
   m.def("paged_attention_at(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor site, float scale, float softcap) -> Tensor");
+  m.def("block_range(Tensor x, int width) -> (Tensor, Tensor)");
+  m.def("integer_codes(Tensor x, Tensor scales, Tensor? zeros, int width, int bits, bool packed) -> (Tensor, Tensor)");
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset) -> Tensor");
 }
