@@ -39,6 +39,51 @@ class ArtifactLayout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TensorError:
+    """What storing a tensor in fewer bits did to it. `max_abs`: the largest difference. `relative`: the Frobenius norm of the
+    differences over that of the weight. `cosine`: of the two as vectors. `snr_db`: 10 log10 of the weight's energy over the
+    error's; None where nothing was lost."""
+
+    __pydantic_config__ = STRICT
+    tensor: str
+    preset: str
+    num_elements: int
+    max_abs: float
+    relative: float
+    cosine: float
+    snr_db: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedParameter:
+    """A parameter of the class of which the artifact stores parts: `<name>_packed` or `<name>` (codes), `<name>_scale`, and
+    with zero points `<name>_zero_point` (int8). `shape` is the class's; `transposed`: the parts are of its last two
+    dimensions exchanged, [..., output, input]."""
+
+    __pydantic_config__ = STRICT
+    name: str
+    preset: str
+    shape: tuple[int, ...]
+    transposed: bool = False
+    input_scale: float | None = None  # of what the layer is given, where the preset wants one that was measured
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArtifactQuantization:
+    """`quantization.json` of an artifact whose weights are stored in fewer bits: what, how, and what it cost."""
+
+    SCHEMA: ClassVar[str] = "dayzero.quantization/1"
+    __pydantic_config__ = STRICT
+
+    preset: str
+    dtype: str  # that the plain weights had, and that the engine computes in
+    parameters: tuple[QuantizedParameter, ...]
+    kept: dict[str, str] = field(default_factory=dict)  # parameter -> why it stays in its own dtype
+    errors: tuple[TensorError, ...] = ()
+    calibration: dict[str, str] = field(default_factory=dict)  # method, hash of the data, tokens; empty: from the weights alone
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class LedgerEntry:
     """One line of `ledger.jsonl`: one stored tensor, where its bytes came from and through what."""
 

@@ -5,26 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from dayzero.core.records import STRICT
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorError:
-    """`max_abs`: the largest difference. `relative`: the Frobenius norm of the differences over that of the weight.
-    `cosine`: of the two as vectors. `snr_db`: 10 log10 of the weight's energy over the error's; None where nothing was lost."""
-
-    __pydantic_config__ = STRICT
-    tensor: str
-    preset: str
-    num_elements: int
-    max_abs: float
-    relative: float
-    cosine: float
-    snr_db: float | None
+from dayzero.core.artifact import TensorError
 
 
 class ErrorSums:
