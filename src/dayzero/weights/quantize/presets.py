@@ -21,7 +21,7 @@ WORD_BITS = 32
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
     """`block`: rows and columns of one scale, 0 spans the whole dimension. `activations`: None leaves them alone, "token"
-    scales each token when it comes, "tensor" has one scale per layer that calibration found."""
+    scales each token when it comes, "group" each 128 inputs of a token, "tensor" has one scale per layer that was measured."""
 
     name: str
     bits: int
@@ -29,7 +29,7 @@ class Preset:
     block: tuple[int, int]
     form: str
     symmetric: bool = True
-    activations: Literal["token", "tensor"] | None = None
+    activations: Literal["token", "group", "tensor"] | None = None
     scale_dtype: str | None = None  # None: the dtype that the weights had
 
     @property
@@ -78,7 +78,7 @@ def _table() -> dict[str, Preset]:
     made += [replace(one, name=f"{one.name}-asym", symmetric=False) for one in made if one.activations is None]
     fp8 = Preset(name="fp8", bits=8, number="float", block=(1, 0), form="float-quantized", activations="token")
     mxfp4 = Preset(name="mxfp4", bits=4, number="float", block=(1, 32), form="mxfp4-pack-quantized", scale_dtype="uint8")
-    made += [fp8, replace(fp8, name="fp8-block", block=(128, 128)), mxfp4]
+    made += [fp8, replace(fp8, name="fp8-block", block=(128, 128), activations="group"), mxfp4]
     return {one.name: one for one in made}
 
 
