@@ -18,6 +18,7 @@ from dayzero.core.records import from_dict
 from dayzero.core.target import Target, Workload, load_yaml
 from dayzero.core.units import GIB
 from dayzero.model.describe import describe
+from dayzero.plan.engines import CacheModel, CacheRule, Engine, load_engine
 from dayzero.plan.ledger import Evaluator
 from dayzero.plan.options import PlanOptions, resolve
 from dayzero.plan.unlisted import with_parameters
@@ -42,6 +43,9 @@ def described(name: str) -> ModelDescription:
         release = {"config": base["config"] | derived["change"]}
         for key in derived.get("drop", ()):
             release["config"].pop(key, None)
+        if "text_change" in derived or "text_drop" in derived:
+            text = base["config"]["text_config"] | derived.get("text_change", {})
+            release["config"]["text_config"] = {k: v for k, v in text.items() if k not in derived.get("text_drop", ())}
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / name
         folder.mkdir()
@@ -64,18 +68,16 @@ def target_of(name: str) -> Target:
 
 
 def evaluator_of(
-    model: str, target: str, engine: str, *, weights: str | None = None, cache_dtype: str | None = None, context: int = 8192,
+    model: str, target: str, engine: str | Engine, *, weights: str | None = None, cache_dtype: str | None = None, context: int = 8192,
     concurrency: int = 1, chunk: int = 2048, fraction: float = 0.9, mtp: bool = False, block: int | None = None,
 ) -> Evaluator:  # fmt: skip
-    from dayzero.plan.engines import load_engine
-
-    found = described(model)
+    found, memory = described(model), engine if isinstance(engine, Engine) else load_engine(engine)
     work = Workload(context_tokens=context, prefill_chunk_tokens=min(chunk, context), concurrency=concurrency,
                     input_tokens=min(128, context // 2), output_tokens=min(32, context // 2))  # fmt: skip
     options = PlanOptions(weights_dtype=weights, memory_fraction=fraction, mtp=mtp,
-                          block_tokens=block or load_engine(engine).cache.block_tokens)  # fmt: skip
+                          block_tokens=block or memory.cache.block_tokens)  # fmt: skip
     request = replace(resolve(found, work, options), cache_dtype=cache_dtype)
-    return Evaluator(found, target_of(target), request, engine=engine)
+    return Evaluator(found, target_of(target), request, engine=memory)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +88,7 @@ class Case:
     id: str
     model: str | None = None
     target: str = "nvidia-h100-sxm"
-    engine: str = "vllm"
+    engine: str | Engine = "vllm"
     layout: dict = field(default_factory=dict)
     options: dict = field(default_factory=dict)
     weights: float | None = None
@@ -99,6 +101,9 @@ class Case:
     label: str = ""
 
 
+# The cache declarations of a model's own reference code, which no serving engine follows: index keys in MXFP4.
+DECLARED = replace(load_engine("dayzero"), cache=CacheModel(
+    rules=(CacheRule(kind="indexer", asked="nvfp4", dtype="mxfp4", source="log v41-kv-layout"),)))  # fmt: skip
 NO_CONFIG = "the release's config is stored nowhere here"
 CASES = (
     Case(id="k2t-h200-tp8", model="Kimi-K2-Thinking", target="nvidia-h200-sxm", layout={"tp": 8}, exact=True,
@@ -114,7 +119,8 @@ CASES = (
     Case(id="v4pro-fp8-mi300x", model="DeepSeek-V4-Pro", target="amd-mi300x", layout={"tp": 8}, weights=131.0,
          reasons={"tokens": "no available bytes logged; concurrency x length of a cache with pools of its own", "weights": "labelled FP8; only FP4 experts padded to 256 come near it (FP8 experts would take 191 GiB)"}),
     Case(id="v4pro-mxfp4-mi355x", reasons={"tokens": "neither weights nor available bytes logged, and the tokens are "
-         "concurrency x a length that is not logged"}),
+         "concurrency x a length that is not logged; that half the step's tokens gave 1.8 times as many is what blocks for windows "
+         "and waiting rows do"}),
     Case(id="k3-b300-tp8", model="Kimi-K3", target="nvidia-b300-sxm", layout={"tp": 8}, weights=188.0, tokens=3249215,
          options={"context": 1048576, "cache_dtype": "fp8"}, available_bytes=42.23 * GIB,
          reasons={"weights": "the log gives a range, 188-195: its nearer end", "per token": "a hybrid"}),
@@ -162,10 +168,13 @@ CASES = (
     Case(id="v41-4spark-nodspark", reasons={"weights": "a patched engine with tables on disk; the staging it counts is not logged"}),
     Case(id="v41-kv-layout", model="DeepSeek-V4.1-Flash", target="nvidia-h200-sxm", layout={"tp": 1}, engine="dayzero",
          options={"cache_dtype": "nvfp4"}, per_token=890,
-         reasons={"per token": "the description comes from keys: it gives all 8 index layers keys of their own, the model 4; "
-                  "and indexer entries are MXFP4 there"}),
+         reasons={"per token": "the description comes from keys: it gives all 8 index layers keys of their own (+288 B), the "
+                  "model 4; and index keys are NVFP4 like the rest (+10 B)"}),
+    Case(id="v41-kv-layout", label=" as declared", model="DeepSeek-V4.1-Flash-index-keys", target="nvidia-h200-sxm", engine=DECLARED,
+         layout={"tp": 1}, options={"cache_dtype": "nvfp4"}, per_token=890, exact=True,
+         reasons={"per token": "which layers own index keys, and that they are MXFP4, were taken from this log"}),
     Case(id="v4flash-a3-offload", reasons={"weights": "experts offloaded: how many slots stay is the operator's choice"}),
-    Case(id="v4flash-b200-1M", reasons={"tokens": "no available bytes; the ratio of the two layouts is compared below"}),
+    Case(id="v4flash-b200-1M", reasons={"tokens": "no available bytes logged: both layouts' concurrency is predicted from the launch, in a test of its own"}),
     Case(id="dsocr-910b", model="DeepSeek-OCR-decoder-cache", target="ascend-910b3-64g", engine="vllm-ascend", layout={"tp": 1},
          options={"block": 128}, exact=True, tokens=831872, available_bytes=51114070016, per_token=51114070016 / 831872,
          reasons={"weights": f"{NO_CONFIG}; the cache sizes are the log's own"}),
@@ -184,14 +193,16 @@ CASES = (
 )  # fmt: skip
 
 
-def layout_of(parallel: dict, devices: int) -> Layout:
-    """One pool of a deployment's row. Where it has data-parallel attention and no word on experts, they are spread over all."""
+def layout_of(parallel: dict, devices: int, experts: int = 0) -> Layout:
+    """One pool of a deployment's row. Where it has data-parallel attention and no word on experts, they are spread over all.
+    More expert ranks than `experts` hold copies: one place each."""
     tp, pp = parallel.get("tp") or parallel.get("attn_tp") or 1, parallel.get("pp", 1)
     dp = parallel.get("dp") or parallel.get("attn_dp") or 1
     if "devices" in parallel:
         dp = parallel["devices"] // (tp * pp)
     ep = parallel.get("ep") or parallel.get("moe_ep") or (tp * dp if dp > 1 else 1)
-    return Layout(tp=tp, pp=pp, dp=dp, ep=min(ep, tp * dp))
+    ep = min(ep, tp * dp)
+    return Layout(tp=tp, pp=pp, dp=dp, ep=ep, redundant_experts=max(0, ep - experts) if experts else 0)
 
 
 # What a deployment's or a refusal's row names: config, and the weights dtype where the row runs another one than the release's.
@@ -209,6 +220,7 @@ BY_WEIGHTS = {
     ("Hy3", "FP8 W8A8 (native on 950)"): ("default-hy_v3", "fp8"), ("DeepSeek-R1", "INT8"): ("DeepSeek-R1", "int8"),
     ("DeepSeek-R1", "int4 g128"): ("DeepSeek-R1", "int4"), ("GLM-5", "int4 experts, int8 activations"): ("GLM-5", "w4a8"),
     ("DeepSeek-R1", "int8"): ("DeepSeek-R1", "int8"),
+    ("DeepSeek-V4.1-Flash", "native FP4/FP8, Engram on NVMe"): ("DeepSeek-V4.1-Flash-tables-on-disk", None),
 }  # fmt: skip
 CARDS = (
     ("950DT", "ascend-950dt-144g"), ("950PR/DT", "ascend-950pr-112g"), ("950PR", "ascend-950pr-112g"),
@@ -221,7 +233,6 @@ NOT_POSED = {
     "cann-longcat2": "no config is published; the row states only about 2.1 TB",
     "cann-ling25": "no config is published (hybrid of a family whose published sizes differ)",
     "rc-inkling": "no config is published; the class's defaults are not its sizes",
-    "v41-4spark": "a patched engine that keeps the n-gram tables on disk",
 }
 
 
@@ -252,7 +263,7 @@ def poses(row: dict) -> list[Pose]:
         pools = [parallel["prefill"], parallel["decode"]]
     found = []
     for index, pool in enumerate(pools):
-        layouts = (layout_of(pool, devices),) if pool else tuple(_all_layouts(devices))
+        layouts = (layout_of(pool, devices, described(model).dimensions.num_experts),) if pool else tuple(_all_layouts(devices))
         seats = (row["max_num_seqs"] or 1) * layouts[0].dp
         # A row that states no utilization may have raised it: the default first, then what launch scripts go up to.
         options = {"weights": weights, "context": context, "concurrency": seats, "mtp": "MTP" in text, "chunk": 4096,

@@ -31,7 +31,7 @@ MISSES = {
     (
         "v41-kv-layout",
         "per token",
-    ): "the description's indexer entries, from keys alone: 442 + 720 B, the reference's 170 + 720",
+    ): "the description's index keys, from keys alone: 468 + 720 B, the reference's 170 + 720",
 }
 
 
@@ -77,7 +77,7 @@ CHECKS = [(case, column) for case in CASES if not case.loose for column in logge
 def test_a_logged_figure_is_predicted(case, column):
     bound = {"weights": WEIGHTS, "per token": EXACT if case.exact else PER_TOKEN, "tokens": TOKENS}[column]
     off = error(case, column)
-    if (case.id, column) in MISSES:
+    if (case.id + case.label, column) in MISSES:
         assert abs(off) > bound, "within its bound now: take the line out of MISSES"
         return
     assert abs(off) <= bound, f"predicted {predicted(case)[column]:,.3f}, logged {logged(case)[column]:,.3f} ({off:+.2%})"
@@ -96,7 +96,7 @@ def test_the_table_of_logs():
         for column, digits in (("weights", 2), ("per token", 0), ("tokens", 0)):
             if column in logged(case):
                 value, wanted = predicted(case)[column], logged(case)[column]
-                miss = " MISS" if (case.id, column) in MISSES else " ~" if case.loose else ""
+                miss = " MISS" if (case.id + case.label, column) in MISSES else " ~" if case.loose else ""
                 cells.append(f"{value:,.{digits}f} / {wanted:,.{digits}f} {value / wanted - 1:+.2%}{miss}")
             else:
                 cells.append("-")
@@ -104,7 +104,7 @@ def test_the_table_of_logs():
         for column, reason in case.reasons.items():
             print(f"{'':10}{column}: {reason}", file=sys.stderr)
     decided = {column: [abs(error(case, column)) for case in CASES if column in logged(case)
-                        and not case.loose and (case.id, column) not in MISSES] for column in ("weights", "per token", "tokens")}  # fmt: skip
+                        and not case.loose and (case.id + case.label, column) not in MISSES] for column in ("weights", "per token", "tokens")}  # fmt: skip
     for column, errors in decided.items():
         print(f"{column}: {len(errors)} within their bound, worst {max(errors):.2%}", file=sys.stderr)
     assert all(decided.values())
@@ -123,13 +123,17 @@ def test_the_pool_of_the_log_that_states_everything():
 
 
 def test_replicated_latents_make_the_pools_of_eight_replicas():
-    """v4flash-b200-1M: concurrency at 1M tokens grows 7.7 times from TP8 to DP8 with EP8: one latent is on all TP ranks."""
+    """v4flash-b200-1M: 20.43 sequences of 1M tokens on TP8, 156.9 on DP8 with EP8: one latent is on all TP ranks. The issue that
+    the log comes from (vLLM 51454) states the rest of the launch: utilization 0.95, steps of 8192 tokens, 256 sequences, FP8."""
     logged = LOGS["v4flash-b200-1M"]["extra"]["max_concurrency_at_1M"]
-    evaluator = evaluator_of("DeepSeek-V4-Flash", "nvidia-b200-sxm", "vllm", context=1048576, cache_dtype="fp8", chunk=8192)
-    one = evaluator.evaluate(Layout(tp=8))
-    eight = evaluator.evaluate(Layout(dp=8, ep=8))
-    ratio = 8 * eight.admissible_tokens / one.admissible_tokens
-    assert ratio == pytest.approx(logged["dp8_ep8"] / logged["tp8"], rel=0.05), ratio
+    found = {}
+    for name, layout in (("tp8", Layout(tp=8)), ("dp8_ep8", Layout(dp=8, ep=8))):
+        evaluator = evaluator_of("DeepSeek-V4-Flash", "nvidia-b200-sxm", "vllm", context=1048576, cache_dtype="fp8", chunk=8192,
+                                 fraction=0.95, concurrency=256 * layout.dp)  # fmt: skip
+        found[name] = layout.dp * evaluator.evaluate(layout).admissible_tokens / 1048576
+        print(f"v4flash-b200-1M {name}: {found[name]:.2f} / {logged[name]} sequences of 1M tokens", file=sys.stderr)
+        assert found[name] == pytest.approx(logged[name], rel=TOKENS)
+    assert found["dp8_ep8"] / found["tp8"] == pytest.approx(logged["dp8_ep8"] / logged["tp8"], rel=0.03)
 
 
 def test_reserves_come_from_their_sources():
@@ -165,22 +169,19 @@ def outcome(pose) -> tuple[str, float]:
 
 POSES = [pose for row in DEPLOYMENTS.values() if row["id"] not in NOT_POSED for pose in poses(row)]
 # Working deployments that our ledger does not fit, and why.
-UNFIT = {
-    "cm384-r1/decode": "EP 320 over 256 experts: copies of experts, which no layout here has",
-    "kl-deepseek-v3.2-exp": "at 0.9 of 96 GB (10^9) 5 GiB short; the row states no utilization, and fits from 0.96 on",
-}
+UNFIT: dict[str, str] = {}
 
 
 def test_the_pool_of_a_request_that_did_not_fit():
     """n-mm3-nvfp4-2xb200-1m: 37.62 GiB for one request of 1M tokens, 31.72 GiB left at that engine's default sizes (8192 tokens,
-    1024 sequences). What is left comes out 9.7% too large: half of that is the card, of whose 180 GiB 178.4 are seen."""
+    1024 sequences). What is left comes out 5.0% too large."""
     evaluator = evaluator_of("MiniMax-M3-NVFP4", "nvidia-b200-sxm", "vllm", cache_dtype="fp8", context=1048576, chunk=8192,
                              concurrency=1024)  # fmt: skip
     load = evaluator.evaluate(Layout(tp=2)).stages[0]
     left = (evaluator.budget_bytes(Layout(tp=2)) - load.weights_bytes - load.fixed_bytes) / GIB
     print(f"one request {load.full_sequence_bytes / GIB:.2f} GiB, left {left:.2f} GiB", file=sys.stderr)
     assert load.full_sequence_bytes / GIB == pytest.approx(37.62, rel=0.01)
-    assert left == pytest.approx(31.72, rel=0.10)
+    assert left == pytest.approx(31.72, rel=0.06)
     assert load.full_sequence_bytes / GIB > left
 
 

@@ -1,7 +1,9 @@
 """The order that the planner predicts for published measurements, against the measured one (rank correlation).
 
 `tests/data/planning/throughput.json` has the rows with what was assumed where a source is silent. The table is printed:
-`pytest -s tests/model/test_throughput_order.py`. Absolute values are not compared: engines differ by factors.
+`pytest -s tests/model/test_throughput_order.py`. The width of the ranges (`roofline`, `engines/*.yaml`: kernels for caches,
+experts and widened weights, starting operators, the time between steps) was chosen looking at every other deployment of the
+file alone; the others are held out, and both are counted.
 """
 
 import gzip
@@ -24,7 +26,7 @@ from dayzero.model.provisional import provisional
 from dayzero.model.release import open_release
 from dayzero.plan import PlanOptions
 from dayzero.plan.case import open_case
-from dayzero.plan.roofline import middle
+from dayzero.plan.roofline import middle, slower
 
 DATA = Path(__file__).parents[1] / "data"
 FACTS = json.loads((DATA / "planning" / "throughput.json").read_text())
@@ -34,6 +36,7 @@ CARDS = {card["id"]: card for card in FACTS["cards"]}
 
 @dataclass(frozen=True)
 class Compared:
+    deployment: str
     group: str
     layout: str
     concurrency: int
@@ -63,18 +66,22 @@ def compared(row: dict[str, Any], folder: Path) -> Compared:
     inputs, outputs, sequences = row["input_tokens"], row["output_tokens"], row["concurrency"]
     work = Workload(context_tokens=inputs + outputs, input_tokens=inputs, output_tokens=outputs, concurrency=sequences,
                     prefill_chunk_tokens=8192)  # fmt: skip
-    options = PlanOptions(weights_dtype=row["weights_dtype"])
-    search = open_case(described(row["config"], folder), target_of(row["target"]), work, options).search
+    options = PlanOptions(weights_dtype=row["weights_dtype"], cache_dtype=row["cache_dtype"], engine=row["engine"])
+    model = described(row["config"], folder)
+    search = open_case(model, target_of(row["target"]), work, options).search
     here = -(-sequences // layout.dp)
     prefill = search.roofline.prefill(layout, inputs)
-    decode = search.roofline.decode(layout, -(-here // layout.pp), inputs + outputs // 2)
+    decode = search.roofline.decode(layout, -(-here // layout.pp), inputs + outputs // 2, drafts=row.get("drafts", (0, 0.0))[0])
+    # A step verifies its drafts at once; making each is one more layer.
+    drafts, accepted = row.get("drafts", (0, 0.0))
+    decode = slower(decode, (1 + drafts / model.dimensions.num_layers) / (1 + accepted))
     prompts = 0.0 if row["measures"] == "decode" else (here + layout.pp - 1) / layout.pp
     tokens = sequences * (outputs + (inputs if row["measures"] == "total" else 0))
     seconds = [prompts * one + outputs * other for one, other in
                ((prefill.high_s, decode.high_s), (middle(prefill), middle(decode)), (prefill.low_s, decode.low_s))]  # fmt: skip
     low, predicted, high = (tokens / each for each in seconds)
-    return Compared(f"{row['model']} on {row['target'].removesuffix('-die')}", row["layout"], sequences, row["measured"],
-                    low, predicted, high)  # fmt: skip
+    return Compared(row["deployment"], f"{row['model']} on {row['target'].removesuffix('-die')}", row["layout"], sequences,
+                    row["measured"], low, predicted, high)  # fmt: skip
 
 
 def ranks(values: list[float]) -> list[float]:
@@ -105,8 +112,12 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[Compared]:
         if len(found) > 1:
             rho = spearman([row.measured for row in found], [row.predicted for row in found])
             print(f"{name:48}{len(found)} rows, rank correlation {rho:.2f}", file=sys.stderr)
-    inside = sum(row.low <= row.measured <= row.high for row in rows)
-    print(f"measured inside the predicted range: {inside} of {len(rows)}", file=sys.stderr)
+    for name, part in (("chosen on", [row for row in rows if row.deployment in CHOSEN_ON]),
+                       ("held out", [row for row in rows if row.deployment not in CHOSEN_ON])):  # fmt: skip
+        inside = sum(row.low <= row.measured <= row.high for row in part)
+        widths = sorted(row.high / row.low for row in part)
+        print(f"measured inside the predicted range, rows {name}: {inside} of {len(part)}; the range spans a factor of "
+              f"{widths[len(widths) // 2]:.1f} (median)", file=sys.stderr)  # fmt: skip
     whole = spearman([row.measured for row in rows], [row.predicted for row in rows])
     worst = max(rows, key=lambda row: max(row.predicted / row.measured, row.measured / row.predicted))
     print(f"all {len(rows)} rows: rank correlation {whole:.3f}; worst: {worst.group} {worst.layout}, predicted "
@@ -114,11 +125,23 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> list[Compared]:
     return rows
 
 
+# Every other deployment, in the order of the file.
+CHOSEN_ON = set(list(dict.fromkeys(row["deployment"] for row in FACTS["rows"]))[::2])
+# Rows measured outside their range, and why as far as it is known: each must still be, or the line goes.
+OUTSIDE = {("rc-k2-h200", "TP8xPP2"): "54.6 ms between tokens of 8 sequences a stage, 50 predicted at worst: two nodes, whose "
+           "stages an old version of the engine drove from one process"}  # fmt: skip
 # The one pair of layouts that was measured the other way round. At 8 sequences a stage the cache that each rank reads is 0.5 ms
 # of a step at the published bandwidth, so that dividing it saves less than its two collectives a layer start up with; the
 # source measured a saving of 13 ms, far more than the whole read: a kernel over few heads that is far from the bandwidth.
 # The predicted ranges of the two overlap: the planner does not claim to know that order.
 MEASURED_OTHERWISE = {("TP8xPP2", "TP8xPP2xDCP8")}
+
+
+def test_measured_values_lie_inside_the_predicted_ranges(table: list[Compared]) -> None:
+    outside = {(row.deployment, row.layout) for row in table if not row.low <= row.measured <= row.high}
+    assert not {name for name, _ in outside} & CHOSEN_ON
+    assert outside == set(OUTSIDE)
+    assert all(0.4 < row.predicted / row.measured < 2.1 for row in table), "the middle of a range is no promise, but near"
 
 
 def test_the_order_over_all_rows(table: list[Compared]) -> None:

@@ -444,3 +444,32 @@ def test_roles_of_their_own_width():
     pool = Pool(role="mixed", layout=layout, role_layouts={"mlp": Layout(dp=8, ep=8, sp=True), "head": Layout(tp=8, ep=8)})
     options = yaml.safe_load(export(make_plan_record(layout, pools=(pool,)), make_latent_moe_model(), make_card(), "sglang")["sglang.yaml"])
     assert options["moe-dense-tp-size"] == 1 and "enable-dp-lm-head" not in options
+
+
+def test_copies_of_experts_are_asked_for_as_each_engine_spells_them():
+    """TP-03: 16 copies beside 256 experts on 16 ranks; 8 copies would leave ranks uneven, which no engine takes."""
+    model, layout = make_latent_moe_model(layers=4, dense=1), Layout(dp=16, ep=16, redundant_experts=16, stages=((0, 4),))
+    commands = {}
+    for engine in ENGINES:
+        card = make_card(engine)
+        files = export(make_plan_record(layout), model, card, engine)
+        commands[engine] = files["commands.txt"]
+        uneven = replace(layout, redundant_experts=8)
+        assert "different numbers of experts" in refusal(uneven, model, card, engine)
+        with pytest.raises(DayZeroError, match="different numbers") as caught:
+            export(make_plan_record(uneven), model, card, engine)
+        assert "16 copies" in caught.value.fix
+    assert "--enable-eplb" in commands["vllm"] and '"num_redundant_experts":16' in commands["vllm"]
+    assert "--ep-num-redundant-experts 16" in commands["sglang"]
+    assert '"eplb_config":{"dynamic_eplb":true,"num_redundant_experts":16}' in commands["vllm-ascend"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_request_for_a_prompts_scores_would_take_is_told(engine):
+    """ME-03: those engines keep room for sampled rows alone: 8192 rows of 163,840 would take 7.5 GiB more."""
+    model = make_latent_moe_model(vocab=163840)
+    plan = make_plan_record(engine=engine, prefill_chunk_tokens=8192)
+    notes = export(plan, model, make_card(engine), engine)["NOTES.md"]
+    assert "8192 rows x 163840 vocabulary" in notes and "7.50 GiB a card at least; refuse requests" in notes
+    own = export(make_plan_record(prefill_chunk_tokens=8192), model, make_card(engine), engine)["NOTES.md"]
+    assert "log-probabilities" not in own

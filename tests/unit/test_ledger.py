@@ -20,6 +20,7 @@ from dayzero.plan.engines import engine_names, load_engine, weight_rules
 from dayzero.plan.formats import cache_bits, cache_dtype_name, weight_dtype_name
 from dayzero.plan.ledger import Evaluator
 from dayzero.plan.options import PlanOptions, resolve
+from dayzero.plan.slabs import CompressedLayer, compressed_pages
 from dayzero.plan.unlisted import with_drafts, with_parameters
 from dayzero.plan.weights import COPIES, Weights
 from tests.unit.plan_builders import (
@@ -320,3 +321,66 @@ def test_an_unknown_engine_names_those_there_are():
     with pytest.raises(DayZeroError, match="no engine is named") as caught:
         load_engine("none")
     assert "vllm-ascend" in caught.value.want
+
+
+@pytest.mark.parametrize("engine", ["dayzero", "vllm"])
+@pytest.mark.parametrize("tp", [2, 8])
+def test_dealt_out_tokens_divide_what_lies_between_the_products(engine, tp):
+    """SP: the stream and the norms' rows are a rank's share of the tokens, rounded up; what is inside a product is not."""
+    model = make_latent_moe_model(**(SMALL | {"hidden": 4096}))
+    work = Workload(context_tokens=8192, prefill_chunk_tokens=4099, concurrency=1)
+    evaluator = make_evaluator(model, engine=engine, workload=work)
+    plain, dealt = (evaluator.evaluate(Layout(tp=tp, sp=sp)) for sp in (False, True))
+    lines = [{line.name: line for line in evaluator.ledgers(one)[0].lines} for one in (plain, dealt)]
+    whole, share = 4 * 4099 * 4096 * 2, 4 * -(-4099 // tp) * 4096 * 2
+    assert [held["hidden states"].num_bytes for held in lines] == [whole, share]
+    assert f"4099 / tp {tp} = {-(-4099 // tp)} tokens" in lines[1]["hidden states"].formula
+    assert plain.short_bytes - dealt.short_bytes == whole - share
+    assert dealt.admissible_tokens > plain.admissible_tokens
+    others = [{name: line.num_bytes for name, line in held.items() if name not in ("hidden states", "staging beyond activations")}
+              for held in lines]  # fmt: skip
+    assert others[0] == others[1]
+
+
+@pytest.mark.parametrize("chunk", [512, 2048, 8192])
+@pytest.mark.parametrize("concurrency", [1, 64])
+def test_the_heaviest_step_is_what_is_planned(chunk, concurrency):
+    """ME-03: a chunk beside every other sequence's token, all of whose rows may be asked for; each part on a line of its own,
+    as large as its own count: logits of all rows in two dtypes, routed rows with their inputs and outputs, collectives."""
+    model = make_latent_moe_model(**(SMALL | {"vocab": 163840, "experts": 16, "chosen": 8}))
+    work = Workload(context_tokens=16384, prefill_chunk_tokens=chunk, concurrency=concurrency)
+    evaluator = make_evaluator(model, workload=work)
+    rank = evaluator.ledgers(evaluator.evaluate(Layout(tp=2, ep=2)))[0]
+    lines = {line.name: line for line in rank.lines}
+    tokens = chunk + concurrency - 1
+    assert lines["logits"].num_bytes == tokens * 163840 * (2 + 4)
+    routed = tokens * 8 * 2 // 2  # twice an even share of the choices falls on one of two ranks
+    assert lines["expert dispatch"].num_bytes == routed * (2 * 32 + 3 * 16) * 2
+    assert lines["all-reduce buffer"].num_bytes == tokens * 32 * 2
+    assert {line.category for line in rank.lines} == {"weights", "cache", "activations", "communication", "runtime", "loader",
+                                                      "reserve"}  # fmt: skip
+    assert rank.total("activations") == sum(line.num_bytes for line in rank.lines if line.category == "activations")
+    assert all(line.formula for line in rank.lines)
+
+
+def make_compressed_layers(few, many, *, ratio=4):
+    """Layers with a window of 128 rows, `few` of them with entries of `ratio` tokens and index keys, `many` of 128 tokens."""
+    row, key = Fraction(584 * 8), Fraction(132 * 8)
+    return [CompressedLayer(entry_bits=row, index_bits=key, ratio=ratio, waiting_tokens=2 * ratio, window_tokens=128),
+            ] * few + [CompressedLayer(entry_bits=row, index_bits=Fraction(0), ratio=128, waiting_tokens=128, window_tokens=128),
+            ] * many  # fmt: skip
+
+
+def test_blocks_of_compressed_caches_hold_a_page_of_every_layer():
+    """61 layers: 31 pages of 37,440 B (two groups of windows of 31 and 30 layers; 30 layers with entries of 4 tokens), 30 of index
+    keys, 31 of entries of 128 tokens: 1,473,408 B, as an engine's change log states. A sequence holds blocks for a chunk of windows
+    and waiting rows, whatever its length."""
+    pools = load_engine("vllm").cache.compressed
+    pages = compressed_pages(make_compressed_layers(30, 31), pools, 1, 8192)
+    assert pages.block_bytes == 31 * 37440 + 30 * 8640 + 31 * 1728 == 1_473_408
+    windows, few, many = 2 * (-(-(8192 + 127) // 64) + 1), -(-(8192 + 7) // 4) + 1, -(-(8192 + 127) // 8) + 1
+    assert pages.constant_bytes() == (windows + few + many) * 1_473_408
+    assert pages.sequence_bytes(1 << 20) == (4096 + windows + few + many) * 1_473_408
+    assert pages.slope() == Fraction(1_473_408, 256)
+    assert pages.sequence_bytes(256) == (1 + 2 * 4 + 64 + 32) * 1_473_408  # no more than the sequence has
+    assert compressed_pages(make_compressed_layers(4, 0, ratio=2), pools, 1, 8192) is None, "not known how it is paged"

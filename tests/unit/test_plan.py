@@ -65,6 +65,11 @@ def test_ledger_equals_brute_force(degrees):
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
 def test_tied_embedding_is_counted_once_on_each_stage_that_needs_it(pp):
+    """DI-04: a tied head is a copy of the embedding on the last stage, an untied one a matrix of its own."""
+    untied = make_dense_model()
+    other = make_small_plan(untied, pp=pp)
+    assert [rank.total("weights") for rank in other.ledger] == [count_bytes(untied, other.layout, r) for r in range(pp)]
+    assert sum(rank.total("weights") for rank in other.ledger) == 2 * untied.total_parameters
     model = make_dense_model(tied=True)
     plan = make_small_plan(model, pp=pp)
     assert [rank.total("weights") for rank in plan.ledger] == [count_bytes(model, plan.layout, r) for r in range(pp)]

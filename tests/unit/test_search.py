@@ -224,3 +224,21 @@ def test_a_thousand_cards_and_a_million_tokens_in_under_two_seconds():
     plan = make_plan(model, make_target(memory_bytes=144 * 10**9), work, PlanOptions(devices=1024))
     assert time.process_time() - start < 2.0
     assert plan.feasible and plan.devices == 1024
+
+
+def test_a_layout_that_only_fits_with_its_tokens_dealt_out_is_found():
+    """SP: between what one layout needs with and without it, it fits, and the plan's figures are those with it."""
+    model = make_latent_moe_model(**(SMALL | {"hidden": 4096}))
+    work = Workload(context_tokens=8192, prefill_chunk_tokens=8192, concurrency=1)
+    options = PlanOptions(tp=8, pp=1, dp=1, ep=1)
+    lacks = []
+    for sp in (False, True):
+        plan = make_plan(model, make_target(memory_bytes=8 * GIB), work, replace(options, sp=sp))
+        lacks.append(max(rank.total() - rank.total("reserve") for rank in plan.ledger))
+    assert lacks[1] < lacks[0]
+    between = int((lacks[0] + lacks[1]) / 2 / 0.98 / 0.9)  # a reserve of 2% of the fraction of 0.9
+    target = make_target(memory_bytes=between)
+    assert not make_plan(model, target, work, replace(options, sp=False)).feasible
+    found = make_plan(model, target, work, options)
+    assert found.feasible and found.layout.sp
+    assert found.admissible_tokens == min(rank.admissible_tokens for rank in found.ledger)

@@ -197,7 +197,7 @@ def test_the_frontier_is_the_border_of_what_fits():
         for more, fits in ((0, True), (1, False)):
             if point.concurrency + more < 1 or point.concurrency >= 1 << 16:
                 continue
-            plan = make_plan(model, target, work, PlanOptions(tp=2, concurrency=point.concurrency + more))
+            plan = make_plan(model, target, work, PlanOptions(tp=2, sp=False, concurrency=point.concurrency + more))
             assert plan.feasible == fits, point
 
 

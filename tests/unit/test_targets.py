@@ -48,7 +48,7 @@ def test_shipped_file_is_sane(name):
 
 
 @pytest.mark.parametrize(("name", "memory_bytes"), [
-    ("nvidia-h100-sxm", 80 * GIB), ("nvidia-h200-sxm", 141 * 10**9), ("nvidia-h20", 96 * GIB),
+    ("nvidia-h100-sxm", 80 * GIB), ("nvidia-h200-sxm", 143771 * MIB), ("nvidia-h20", 96 * GIB),
     ("nvidia-b300-sxm", 275040 * MIB),
     ("amd-mi300x", 192 * 10**9), ("ascend-910b3-64g", 65536 * MIB), ("google-tpu-v7x", 96 * GIB), ("metax-c550", 64 * GIB),
 ])  # fmt: skip

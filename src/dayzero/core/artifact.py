@@ -135,4 +135,5 @@ class WeightsReport:
     seconds: float
     reused: bool = False
     verified: bool = False
+    quantize: ArtifactQuantization | None = None
     inputs: dict[str, str] = field(default_factory=dict)

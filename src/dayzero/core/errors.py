@@ -29,9 +29,7 @@ class DayZeroError(Exception):
         return _rebuild, (type(self), self.what, self.got, self.want, self.fix, self.details)
 
 
-def _rebuild(
-    cls: type[DayZeroError], what: str, got: str, want: str, fix: str, details: dict[str, object]
-) -> DayZeroError:
+def _rebuild(cls: type[DayZeroError], what: str, got: str, want: str, fix: str, details: dict[str, object]) -> DayZeroError:
     return cls(what, got=got, want=want, fix=fix, details=details)
 
 

@@ -23,8 +23,10 @@ class Layout:
 
     `cp`: over how many ranks the context of a sequence is spread. `cp_in_tp` of them are ranks of the TP group, which hold
     the same cache otherwise (latents, or key/value heads that TP repeats); the rest are devices of their own. `sp`: the TP
-    group splits the tokens between its matrix products. `placement`: the axes from the innermost (neighbouring cards) to
-    the outermost; it decides which link an axis lies on, and nothing that a rank holds.
+    group splits the tokens between its matrix products. `redundant_experts`: places for a second copy of busy experts in each
+    layer, beside one for every expert; EP deals out all places, so that it may have more ranks than experts. `placement`: the
+    axes from the innermost (neighbouring cards) to the outermost; it decides which link an axis lies on, and nothing that a
+    rank holds.
     """
 
     __pydantic_config__ = STRICT
@@ -35,6 +37,7 @@ class Layout:
     ep: int = 1
     cp_in_tp: int = 1
     sp: bool = False
+    redundant_experts: int = 0
     placement: tuple[str, ...] = DEFAULT_PLACEMENT
     stages: tuple[tuple[int, int], ...] = ()
 
@@ -53,6 +56,13 @@ class Layout:
                 got=f"dcp={self.cp_in_tp}, tp={self.tp}, cp={self.cp}",
                 want="a divisor of both",
                 fix="choose dcp so that it divides tp",
+            )
+        if self.redundant_experts < 0 or (self.redundant_experts and self.ep == 1):
+            raise DayZeroError(
+                "layout: copies of experts are for expert parallelism",
+                got=f"redundant_experts={self.redundant_experts}, ep={self.ep}",
+                want="0, or more with ep above 1",
+                fix="choose an ep, or leave the copies out",
             )
         if self.placement is not DEFAULT_PLACEMENT and sorted(self.placement) != sorted(DEFAULT_PLACEMENT):
             raise DayZeroError(
@@ -88,6 +98,13 @@ class Layout:
         """Ranks that share one expert's tensors."""
         return self.stage_devices // self.ep
 
+    def expert_places(self, num_experts: int, ep_index: int) -> range:
+        """The places for experts of one layer that an expert rank has: those of all experts first, then those of copies, dealt
+        out so that no rank has more than one above another."""
+        base, extra = divmod(num_experts + self.redundant_experts, self.ep)
+        start = ep_index * base + min(ep_index, extra)
+        return range(start, start + base + (ep_index < extra))
+
     def degree(self, axis: str) -> int:
         """Devices along an axis of the mesh (`cp`: those of its own)."""
         return self.cp_devices if axis == "cp" else int(getattr(self, axis))
@@ -111,10 +128,12 @@ class Layout:
         return card
 
     def spelled(self) -> str:
-        """`TP8xPP2xEP8`, degrees of 1 left out. CP counts devices of its own, DCP ranks of the TP group."""
+        """`TP8xPP2xEP8`, degrees of 1 left out. CP counts devices of its own, DCP ranks of the TP group, RE copies of
+        experts."""
         degrees = [("TP", self.tp), ("PP", self.pp), ("DP", self.dp), ("CP", self.cp_devices), ("DCP", self.cp_in_tp),
                    ("EP", self.ep)]  # fmt: skip
         parts = [f"{name}{degree}" for name, degree in degrees if degree > 1]
+        parts += [f"RE{self.redundant_experts}"] if self.redundant_experts else []
         return "x".join([*parts, *(["SP"] if self.sp else [])]) or "TP1"
 
 
@@ -123,7 +142,7 @@ def parse_layout(text: str) -> Layout:
     degrees: dict[str, int] = {}
     sp = False
     for part in re.split(r"[x*, \N{MULTIPLICATION SIGN}]+", text.strip().lower()):
-        found = re.fullmatch(r"(tp|pp|dp|cp|ep|dcp)[=:]?(\d+)", part)
+        found = re.fullmatch(r"(tp|pp|dp|cp|ep|dcp|re)[=:]?(\d+)", part)
         if part == "sp":
             sp = True
         elif found and found[1] not in degrees:
@@ -132,12 +151,12 @@ def parse_layout(text: str) -> Layout:
             raise DayZeroError(
                 f"no layout reads {text!r}",
                 got=part or text,
-                want="degrees such as TP8xPP2xDP2xCP2xEP16xDCP8xSP, each at most once",
+                want="degrees such as TP8xPP2xDP2xCP2xEP16xDCP8xRE32xSP, each at most once",
                 fix="correct that part",
             )
-    dcp = degrees.pop("dcp", 1)
+    dcp, copies = degrees.pop("dcp", 1), degrees.pop("re", 0)
     tp, pp, dp, cp, ep = (degrees.get(axis, 1) for axis in AXES)
-    return Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=sp)
+    return Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=sp, redundant_experts=copies)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ from dayzero.core.units import format_bytes
 from dayzero.plan import advice
 from dayzero.plan.case import Case, changed_search, open_case, with_context, with_request
 from dayzero.plan.counts import choose, nearest_tp
+from dayzero.plan.engines import OWN
 from dayzero.plan.options import PlanOptions, choices
 from dayzero.plan.planner import cache_dtype, ledgers
 from dayzero.plan.pools import pool_search
@@ -68,7 +69,8 @@ def explain(
     """
     layout = parse_layout(layout) if isinstance(layout, str) else layout
     asked = replace(options, tp=None, pp=None, dp=None, cp=None, dcp=None, ep=None, devices=None,
-                    sp=layout.sp or bool(options.sp))  # fmt: skip
+                    sp=layout.sp or bool(options.sp),
+                    redundant_experts=0 if options.engine == OWN else layout.redundant_experts)  # fmt: skip
     case = open_case(model, target, workload, asked)
     search = case.search if role == "mixed" else pool_search(case, role, layout.num_devices)
     candidate = search.timed(search.candidate(layout))

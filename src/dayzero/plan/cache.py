@@ -17,6 +17,7 @@ from dayzero.core.sharding import even_split, unit_range
 from dayzero.plan.engines import CacheModel, CacheRule
 from dayzero.plan.formats import cache_bits, cache_dtype_name
 from dayzero.plan.pages import LayerPages, Pages
+from dayzero.plan.slabs import CompressedLayer, compressed_pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Cache:
         self.draft_layers = draft_layers
         self.kinds = model.layer_kinds
         self.sparse = any(spec.kind == "indexer" for kind in self.kinds for spec in kind.cache)
+        self.compresses = any(spec.kind == "compressed" for kind in self.kinds for spec in kind.cache)
         self.kind_of_layer = [0] * model.dimensions.num_layers
         for index, kind in enumerate(model.layer_kinds):
             for layer in kind.layers:
@@ -111,10 +113,27 @@ class Cache:
         key = (layout.tp, layout.cp, first, stop, tp_index)
         if key not in self._pages:
             held = self.kind_of_layer[first:stop] + [self.draft_kind] * self.drafts_in(stop)
+            if self.rules.compressed is not None and self.compresses:
+                kept = [self._compressed_layer(index) for index in held]
+                self._pages[key] = compressed_pages(kept, self.rules.compressed, layout.cp, self.chunk_tokens)
+                return self._pages[key]
             layers = [self._layer_pages(layout, index, tp_index) for index in held]
             self._pages[key] = Pages.of([layer for layer in layers if layer is not None], self.block_tokens,
                                         self.rules.page_step_tokens, layout.cp, self.chunk_tokens)  # fmt: skip
         return self._pages[key]
+
+    def _compressed_layer(self, kind_index: int) -> CompressedLayer:
+        specs = self.kinds[kind_index].cache
+        entry = next((spec for spec in specs if spec.kind == "compressed" and spec.elements_per_token), None)
+        index = next((spec for spec in specs if spec.kind == "indexer" and spec.elements_per_token), None)
+        windows = [spec.window_tokens for spec in specs if spec.window_tokens and spec.elements_per_token]
+        ratio = entry.tokens_per_entry if entry is not None else 1
+        overlaps = any(spec.name.startswith("overlap") for spec in specs)
+        return CompressedLayer(
+            entry_bits=self._entry(entry)[1] * entry.elements_per_token if entry is not None else Fraction(0),
+            index_bits=self._entry(index)[1] * index.elements_per_token if index is not None else Fraction(0),
+            ratio=ratio, waiting_tokens=ratio * (2 if overlaps else 1), window_tokens=max(windows, default=0),
+        )  # fmt: skip
 
     def _layer_pages(self, layout: Layout, kind_index: int, tp_index: int) -> LayerPages | None:
         parts = self.parts(layout, tp_index)[kind_index]

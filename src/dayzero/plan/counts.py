@@ -122,7 +122,8 @@ def _ruled_out(search: Search, devices: int | None) -> tuple[Rejected, ...]:
 
 def nearest_tp(search: Search, layout: Layout) -> list[int]:
     """The tensor-parallel degrees nearest to the layout's at which every parameter can be cut."""
-    legal = search.evaluator.weights.legal_tp(replace(layout, ep=1, cp=1, cp_in_tp=1, stages=()), max(64, 2 * layout.tp))
+    plain = replace(layout, ep=1, redundant_experts=0, cp=1, cp_in_tp=1, stages=())
+    legal = search.evaluator.weights.legal_tp(plain, max(64, 2 * layout.tp))
     return sorted(sorted(legal, key=lambda degree: (abs(degree - layout.tp), degree))[:4])
 
 

@@ -113,6 +113,19 @@ class CacheRule:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CompressedPools:
+    """Blocks for caches of compressed tokens (`plan.slabs`): tokens of a block, of a block of a window, of a block of the rows
+    that wait to be compressed (by tokens per entry), and the bytes that pages are rounded up to."""
+
+    __pydantic_config__ = STRICT
+    block_tokens: int
+    window_block_tokens: int
+    state_block_tokens: dict[int, int]
+    align_bytes: int
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CacheModel:
     """`pages`: every tensor by itself, or pages of one size for all layers, which several kinds of layers share (`Pages`).
     Attention pages of hybrids grow in steps of `page_step_tokens` until a state fits into one. `states_by_tp`: states and
@@ -123,7 +136,18 @@ class CacheModel:
     pages: Literal["own", "unified"] = "own"
     page_step_tokens: int = 16
     states_by_tp: bool = False
+    compressed: CompressedPools | None = None
     rules: tuple[CacheRule, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepModel:
+    """What a step takes beside its kernels and collectives, at best and at worst: starting an operator of a layer (fused and
+    from a recorded graph, or one by one from Python), and scheduling, preparing and sampling a step."""
+
+    __pydantic_config__ = STRICT
+    operator_s: tuple[float, float] = (1.5e-6, 12e-6)
+    step_s: tuple[float, float] = (2e-4, 8e-3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,6 +160,7 @@ class Engine:
     activations: ActivationModel
     weights: WeightModel = WeightModel()
     cache: CacheModel = CacheModel()
+    steps: StepModel = StepModel()
     sources: dict[str, str]
 
     def reserves(self, target: Target) -> Reserves:

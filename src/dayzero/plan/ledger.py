@@ -153,7 +153,12 @@ class Evaluator:
         return activation_lines(self.model, self.expert_inner, self.request, layout, stage, self.engine.activations)
 
     def _communication(self, layout: Layout) -> list[LedgerLine]:
-        return communication_lines(self.model, self.request, layout, self.reserves, self.engine.activations)
+        lines = communication_lines(self.model, self.request, layout, self.reserves, self.engine.activations)
+        if layout.redundant_experts:
+            moved = self.weights.layer_experts_bytes(layout, layout.coordinates(0))
+            lines.append(LedgerLine(category="communication", name="expert exchange", num_bytes=moved,
+                                    formula="one layer's experts of a rank, received while copies move"))  # fmt: skip
+        return lines
 
     def _charged(
         self, layout: Layout, stage: int, budget: int, activations: list[LedgerLine], communication: list[LedgerLine]
@@ -222,11 +227,12 @@ class Evaluator:
     def _weight_lines(self, roles: dict[str, RoleCost], layout: Layout) -> list[LedgerLine]:
         padded = " and padded as the engine's kernels need" if self.weights.rules.padding is not None else ""
         cut = f"tp {layout.tp}, ep {layout.ep} x {layout.expert_tp}" if layout.num_devices > 1 else "one rank"
+        places = f", {self.model.dimensions.num_experts} + {layout.redundant_experts} places dealt out over ep {layout.ep}"
         return [
             LedgerLine(category="weights", name=role, num_bytes=cost.num_bytes,
                        formula=f"{cost.num_tensors} tensors, {cost.elements} of {cost.whole_elements} elements ({cut}) "
                                f"in {' and '.join(cost.formats)} = {8 * cost.num_bytes / max(1, cost.elements):.4g} bit each"
-                               + padded * (role == "expert"))
+                               + (padded + places * bool(layout.redundant_experts)) * (role == "expert"))
             for role, cost in sorted(roles.items())
         ]  # fmt: skip
 

@@ -27,7 +27,8 @@ class PlanOptions:
     `cp`: context ranks that are cards of their own; `dcp`: those inside the TP group. `weights_dtype`, `cache_dtype`: one
     name, or several with commas between them, of which the objective chooses. `pools`: one mixed pool, a prefill and a
     decode pool, or whichever is better; `prefill`, `decode`: a given layout of such a pool (`TP8xDP2`). `role_tp`: over how
-    many cards of a stage a role is split; `split_roles` searches them. `engine`: whose memory model the ledger follows.
+    many cards of a stage a role is split; `split_roles` searches them. `redundant_experts`: places for copies of experts in
+    each layer, for engines that keep such. `engine`: whose memory model the ledger follows.
     """
 
     __pydantic_config__ = STRICT
@@ -52,6 +53,7 @@ class PlanOptions:
     decode: str | None = None
     role_tp: dict[str, int] = field(default_factory=dict)
     split_roles: bool = False
+    redundant_experts: int = 0
     engine: str = OWN
 
     def __post_init__(self) -> None:
@@ -60,6 +62,10 @@ class PlanOptions:
             if value is not None and value < 1:
                 raise DayZeroError(f"plan: {name} must be at least 1", got=value, want=">= 1",
                                    fix=f"give --{name.replace('_', '-')} a positive number")  # fmt: skip
+        if self.redundant_experts < 0 or (self.redundant_experts and self.engine == OWN):
+            raise DayZeroError("plan: copies of experts are for engines that keep some", got=f"redundant_experts="
+                               f"{self.redundant_experts} in the engine {self.engine}", want="0, or another engine",
+                               fix="leave the copies out, or plan for another --engine")  # fmt: skip
         for role in self.role_tp:
             if role not in SPLIT_ROLES:
                 raise DayZeroError(f"no role is split by itself as {role!r}", got=role, want=", ".join(SPLIT_ROLES),
@@ -87,6 +93,7 @@ class Request:
     sp: bool | None = None
     role_tp: tuple[tuple[str, int], ...] = ()
     split_roles: bool = False
+    redundant_experts: int = 0
     notes: tuple[str, ...] = ()
 
     def sequences(self, dp: int) -> int:
@@ -122,7 +129,8 @@ def resolve(model: ModelDescription, workload: Workload, options: PlanOptions) -
         memory_fraction=options.memory_fraction or load_engine(options.engine).memory.fraction,
         block_tokens=options.block_tokens, mtp=options.mtp,
         fixed=tuple((axis, value) for axis in AXES if (value := getattr(options, axis)) is not None), sp=options.sp,
-        role_tp=tuple(sorted(options.role_tp.items())), split_roles=options.split_roles, notes=tuple(notes),
+        role_tp=tuple(sorted(options.role_tp.items())), split_roles=options.split_roles,
+        redundant_experts=options.redundant_experts, notes=tuple(notes),
     )  # fmt: skip
 
 

@@ -63,9 +63,10 @@ def _parts(
     width = head_width(dims)
     # Under SP each rank of the TP group keeps its share of the stream between products.
     rows = -(-tokens // layout.tp) if layout.sp else tokens
+    dealt = f"{tokens} / tp {layout.tp} = {rows}" if layout.sp else f"{rows}"
     lines = [
         _line("activations", "hidden states", 4 * rows * dims.hidden_size * size,
-              f"4 x {rows} tokens x {dims.hidden_size} hidden x {size} B"),
+              f"4 x {dealt} tokens x {dims.hidden_size} hidden x {size} B"),
         _line("activations", "attention", tokens * heads * width * (3 * size + 4),
               f"{tokens} tokens x {heads} heads x {width} x (q, k, out at {size} B + 4 B accumulator)"),
         _line("activations", "attention workspace", tokens * heads * SCORE_TILE_TOKENS * 4,
@@ -110,7 +111,7 @@ def _feed_forward_lines(
         rows = group * chosen
         text = f"{group} tokens of {layout.dp} replicas x {chosen} experts"
         if layout.ep > 1:
-            local = -(-dims.num_experts // layout.ep)
+            local = min(dims.num_experts, len(layout.expert_places(dims.num_experts, 0)))
             rows = min(group * min(chosen, local), -(-group * chosen * ROUTING_IMBALANCE // layout.ep))
             text = f"{group} tokens of {layout.dp} replicas x {chosen} experts x imbalance {ROUTING_IMBALANCE} / ep {layout.ep}"
         inner = -(-expert_inner // layout.expert_tp)

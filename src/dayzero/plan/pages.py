@@ -4,7 +4,7 @@ Layers that keep the same are a type; every type is dealt into groups of as many
 frequent one's, where both are nearly the same), the last group padded. A group has a block table of its own, and a block is
 one page for each layer of a group. An attention page holds as many tokens as make it no smaller than a state, which is padded
 to it. Rule: vLLM, v1/core/kv_cache_utils.py and the block sizes of its hybrid models. Deliberately not done: caches of
-compressed tokens, which have pools of their own.
+compressed tokens (`slabs`).
 """
 
 from collections import Counter

@@ -1,8 +1,9 @@
 """How long a prefill and a decode step take: a roofline per operator plus alpha-beta per collective, as a range.
 
-Each operator takes the longer of computing and reading; collectives overlap with them partly; starting operators takes time
-of its own. The range spans what good and poor kernels reach of the published rates. It is narrower where the target was
-measured and wider where a figure is unverified; `TimeEstimate.note` says which. Deliberately not done: scheduling.
+Each operator takes the longer of computing and reading; collectives overlap with them partly; starting operators and what
+lies between steps take time of their own. The range spans what good and poor kernels and engines reach of the published
+rates. It is narrower where the target was measured and wider where a figure is unverified; `TimeEstimate.note` says which.
+Deliberately not done: scheduling.
 """
 
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from functools import cached_property
 from dayzero.core.plan import Layout, TimeEstimate
 from dayzero.core.target import Target
 from dayzero.core.units import DTYPE_BITS
+from dayzero.plan.formats import FLOATS
 from dayzero.plan.ledger import Evaluator
 from dayzero.plan.links import Links, Seconds
 from dayzero.plan.traffic import Traffic
@@ -42,15 +44,21 @@ class Shares:
     launch_s: tuple[float, float]
     hidden: tuple[float, float]  # of the transfers, as far as there is work to hide them behind
     note: str
+    step_s: tuple[float, float] = (0.0, 0.0)
 
 
 # Kernels reach 35-85% of a published matrix rate and 50-92% of a published bandwidth; links 40-90%. A measured figure is a
-# kernel's own result already. An operator starts in 1.5 us from a recorded graph and in 6 us from Python.
-PUBLISHED = Shares((0.85, 0.35), (0.92, 0.5), (0.9, 0.4), (1.5e-6, 6e-6), (0.7, 0.0), "published rates")
+# kernel's own result already. Starting operators is the engine's (`StepModel`).
+PUBLISHED = Shares((0.85, 0.35), (0.92, 0.5), (0.9, 0.4), (1.5e-6, 12e-6), (0.7, 0.0), "published rates")
 MEASURED = replace(PUBLISHED, compute=(1.0, 0.7), memory=(1.0, 0.75), note="measured rates")
 # Of a measured link, as of a measured matrix rate, and as far as its own points lie from the line through them. Not where a
 # published network may carry part of the bytes.
 MEASURED_LINK = (1.0, 0.7)
+# Of those shares again, at best and at worst. Attention over a cache reads pages a few heads at a time. Experts' products are
+# many small ones. Weights that are widened first are unpacked in the inner loop.
+ATTENTION, EXPERTS, WIDENED = (0.92, 0.3), (0.92, 0.6), (0.7, 0.33)
+# An empty message at best and at worst, over what the fastest libraries take; of a measured link, over what was measured.
+START_UP, MEASURED_START_UP = (1.0, 3.0), (1.0, 2.0)
 DOUBT = 0.6  # further share that an unverified figure may fall short by, and 1 / 0.8 that it may exceed
 
 
@@ -110,7 +118,13 @@ class Roofline:
         self.evaluator, self.model = evaluator, evaluator.model
         self.dtype = evaluator.request.compute_dtype
         self.rates = rates_of(evaluator.target, self.dtype)
-        self.shares = shares_of(evaluator.target, self.dtype)
+        steps, shares = evaluator.engine.steps, shares_of(evaluator.target, self.dtype)
+        told = (f"{shares.note}; of those {ATTENTION[1]:.0%}-{ATTENTION[0]:.0%} over caches, {EXPERTS[1]:.0%}-{EXPERTS[0]:.0%} "
+                f"by experts, {WIDENED[1]:.0%}-{WIDENED[0]:.0%} where weights are widened first; "
+                f"{steps.operator_s[0] * 1e6:.3g}-{steps.operator_s[1] * 1e6:.3g} us an operator and "
+                f"{steps.step_s[0] * 1e3:.3g}-{steps.step_s[1] * 1e3:.3g} ms a step in {evaluator.engine.name}")  # fmt: skip
+        self.shares = replace(shares, launch_s=steps.operator_s, step_s=steps.step_s, note=told)
+        self.start_up = MEASURED_START_UP if links_measured(evaluator.target) else START_UP
         self.work = Work(evaluator)
         self.links = Links(evaluator.target)
         self.traffic = Traffic(self.model, self.links, DTYPE_BITS[self.dtype] // 8)
@@ -130,8 +144,7 @@ class Roofline:
     def flops_per_s(self, formats: tuple[str, ...]) -> float:
         """The rate of a product with weights in these formats: their activations' dtype where it has a rate of its own."""
         if formats not in self._rates:
-            name = formats[0] if formats else ""
-            dtype = self.activations.get(name, PRESET_RATES.get(name, ""))
+            dtype = self.product_dtype(formats)
             stated = self.evaluator.target.card.flops_per_s
             known = next((stated[other] for other in SAME_RATE.get(dtype, ()) if other in stated), None)
             self._rates[formats] = known or self.rates.flops_per_s
@@ -145,11 +158,23 @@ class Roofline:
         return (self.dtype, *sorted(used - {self.dtype, "float16" if self.dtype == "bfloat16" else "bfloat16"}))
 
     def _operator(self, operator: Operator) -> tuple[float, float, float, float]:
-        compute = operator.flops / self.flops_per_s(operator.formats)
-        memory = operator.num_bytes / self.rates.bytes_per_s
-        shares = self.shares
-        return (compute, memory, max(compute / shares.compute[0], memory / shares.memory[0]),
-                max(compute / shares.compute[1], memory / shares.memory[1]))  # fmt: skip
+        rate = self.flops_per_s(operator.formats)
+        compute, memory, shares = operator.flops / rate, operator.num_bytes / self.rates.bytes_per_s, self.shares
+        ends = []
+        for index, uneven in enumerate((1.0, operator.uneven)):
+            widened = WIDENED[index] if self.widens(operator.formats) else 1.0
+            kernel = {"mixer": ATTENTION[index], "expert": EXPERTS[index]}.get(operator.name, 1.0) * widened
+            ends.append(max(uneven * compute / shares.compute[index] / widened, memory / shares.memory[index] / kernel))
+        return compute, memory, ends[0], ends[1]
+
+    def widens(self, formats: tuple[str, ...]) -> bool:
+        """Whether products with weights in these formats unpack them to the dtype of the computation first."""
+        return bool(formats) and formats[0] not in FLOATS and not self.product_dtype(formats)
+
+    def product_dtype(self, formats: tuple[str, ...]) -> str:
+        """The quantized dtype that products with such weights run in; "" where none is said to be."""
+        name = formats[0] if formats else ""
+        return self.activations.get(name, PRESET_RATES.get(name, ""))
 
     def _kind(self, work: KindWork) -> tuple[float, ...]:
         """(compute, memory, low, high) seconds of one layer."""
@@ -162,7 +187,7 @@ class Roofline:
 
     def step(self, layout: Layout, batch: Batch) -> Step:
         """One step through all stages before collectives. Cached: placements, cuts and searches of one model share it."""
-        key = (layout.tp, layout.cp, layout.cp_in_tp, layout.ep, layout.dp, layout.sp, batch)
+        key = (layout.tp, layout.cp, layout.cp_in_tp, layout.ep, layout.dp, layout.sp, layout.redundant_experts, batch)
         if (found := self._steps.get(key)) is None:
             found = self._steps[key] = self._summed(self.work.kinds(layout, batch))
         return found
@@ -187,16 +212,19 @@ class Roofline:
         weights, experts, flops, expert_flops = self.work.sums(layout)
         tokens = batch.tokens if batch.decodes else batch.tokens / layout.cp_devices
         everyone = tokens * layout.dp * layout.cp_devices
-        touched = 1.0 - (1.0 - min(1.0, self.work.chosen_share)) ** everyone if experts else 0.0
+        share = self.work.chosen_of(layout)
+        touched = 1.0 - (1.0 - min(1.0, share)) ** everyone if experts else 0.0
         rows = batch.sequences if batch.decodes else 1
-        read = (weights + experts * touched + rows * self.work.cached_bytes(layout, batch)) / self.rates.bytes_per_s
-        computed = (flops * tokens + expert_flops * everyone * self.work.chosen_share) / self._fastest
+        cached = rows * self.work.cached_bytes(layout, batch)
+        computed = (flops * tokens + expert_flops * everyone * share) / self._fastest
         reduced = self.traffic.layers_at_best(layout, tokens)
         total, shares = 0.0, self.shares
         for index in (0, 1):
-            work = max(computed / shares.compute[index], read / shares.memory[index])
+            read = weights + experts * touched / EXPERTS[index] + cached / ATTENTION[index]
+            work = max(computed / shares.compute[index], read / self.rates.bytes_per_s / shares.memory[index])
             exposed = (1.0 - shares.hidden[index]) * reduced.beta / shares.link[index]
-            total += work + exposed + reduced.alpha * (1, 2)[index] + self.work.least_launches * shares.launch_s[index]
+            total += work + exposed + reduced.alpha * self.start_up[index] + shares.step_s[index]
+            total += self.work.least_launches * shares.launch_s[index]
         return total / 2
 
     @cached_property
@@ -213,9 +241,10 @@ class Roofline:
         batch, steps = self.prefill_batch(num_tokens)
         return self._estimate(layout, batch, steps)
 
-    def decode(self, layout: Layout, sequences: int, context: int) -> TimeEstimate:
-        """One token for each of `sequences` sequences on one replica, each with `context` tokens in its cache."""
-        return self._estimate(layout, Batch("decode", sequences, sequences, context), 1)
+    def decode(self, layout: Layout, sequences: int, context: int, *, drafts: int = 0) -> TimeEstimate:
+        """One step of `sequences` sequences on one replica, each with `context` tokens in its cache: a token for each, and
+        `drafts` more that are verified beside it."""
+        return self._estimate(layout, Batch("decode", sequences * (1 + drafts), sequences, context), 1)
 
     def _estimate(self, layout: Layout, batch: Batch, steps: int) -> TimeEstimate:
         step, shares = self.step(layout, batch), self.shares
@@ -233,7 +262,8 @@ class Roofline:
         for index, work in enumerate((step.low_s, step.high_s)):
             transfer = moved.beta / shares.link[index]
             exposed = transfer - shares.hidden[index] * min(transfer, work)
-            ends.append(work + exposed + moved.alpha * (1, 2)[index] + step.launches * shares.launch_s[index])
+            started = step.launches * shares.launch_s[index] + shares.step_s[index]
+            ends.append(work + exposed + moved.alpha * self.start_up[index] + started)
         return ends[0], ends[1]
 
 

@@ -77,7 +77,7 @@ class Search(Space):
     def __init__(self, evaluator: Evaluator, workload: Workload, *, phase: Phase = "mixed") -> None:
         super().__init__(evaluator)
         self.workload, self.phase = workload, phase
-        self._weights: dict[tuple[int, int, int], int] = {}
+        self._weights: dict[tuple[int, ...], int] = {}
         self._priced: dict[Layout, Candidate] = {}
 
     def share(self, other: "Search") -> None:
@@ -103,6 +103,10 @@ class Search(Space):
             return Candidate(layout, constraint=reason)
         try:
             evaluation = self.evaluator.evaluate(layout, even=False)
+            if not evaluation.fits and not layout.sp and True in self._sp(layout):  # tokens dealt out take less
+                dealt = self.evaluator.evaluate(replace(layout, sp=True), even=False)
+                if dealt.short_bytes < evaluation.short_bytes:
+                    layout, evaluation = replace(layout, sp=True), dealt
             if layout.pp > 1 and not layout.stages and evaluation.fits:
                 evaluation = self._cut_by_time(layout, evaluation, first_cut)
             split = None
@@ -209,7 +213,7 @@ class Search(Space):
     def _best_variant(self, layout: Layout) -> tuple[tuple[int, float], Layout]:
         """The rank of the best placement, and the layout in it (the simplest of equals). Without stages: in the best cut."""
         found, uneven = [], _imbalance if layout.stages else _least_imbalance
-        for sp in self._sp(layout):
+        for sp in (True,) if layout.sp else self._sp(layout):  # priced with SP: it would not fit without
             pace = self._pace(one := replace(layout, sp=sp), uneven)
             for placement, reach in self.places(one):
                 found.append((self.rank(one, pace, reach), sp, placement != DEFAULT_PLACEMENT, placement))
@@ -225,6 +229,8 @@ class Search(Space):
         if candidate.split is not None:
             timing = timing._replace(serve_s=timing.serve_s + candidate.split.serve_s(self.workload))
         evaluation = replace(candidate.evaluation, layout=layout)
+        if layout.sp != candidate.layout.sp and self.splitter is None:
+            evaluation = self.evaluator.evaluate(layout)
         return replace(candidate, layout=layout, evaluation=evaluation, timing=timing)
 
     # --- the best of them
@@ -310,7 +316,7 @@ class Search(Space):
     def lacks_at_least(self, layout: Layout) -> int:
         """A bound from below on what the fullest rank lacks: its runtime and reserve, and the mean over the stages of
         weights alone."""
-        key = (layout.tp, layout.ep, layout.expert_tp)
+        key = (layout.tp, layout.ep, layout.expert_tp, layout.redundant_experts)
         if key not in self._weights:
             flat = replace(layout, pp=1, stages=())
             try:

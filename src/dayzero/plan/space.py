@@ -44,7 +44,7 @@ class Space:
     def __init__(self, evaluator: Evaluator) -> None:
         self.evaluator, self.model, self.request = evaluator, evaluator.model, evaluator.request
         self.fixed = dict(evaluator.request.fixed)
-        self._illegal: dict[tuple[int, int, int], str | None] = {}
+        self._illegal: dict[tuple[int, ...], str | None] = {}
         self._refusals: dict[Layout, str | None] = {}
         self._known_places: dict[tuple[int, ...], tuple[tuple[tuple[str, ...], Reach], ...]] = {}
 
@@ -65,7 +65,8 @@ class Space:
     def layout(self, degrees: Degrees) -> Layout:
         """Raises DayZeroError for fixed degrees that clash."""
         tp, pp, dp, cp, dcp, ep = degrees
-        return Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=bool(self.request.sp))
+        return Layout(tp=tp, pp=pp, dp=dp, cp=cp * dcp, ep=ep, cp_in_tp=dcp, sp=bool(self.request.sp),
+                      redundant_experts=self.request.redundant_experts if ep > 1 else 0)  # fmt: skip
 
     def families(self, devices: int) -> list[list[Degrees]]:
         """The same in groups that differ in nothing but the context that a TP group shares, least of it first."""
@@ -78,6 +79,7 @@ class Space:
         """What `layouts` are made of."""
         grows = self.evaluator.cache.grows()
         num_layers, num_experts = self.model.dimensions.num_layers, self.model.dimensions.num_experts
+        copies = self.request.redundant_experts if num_experts else 0
         shared = {tp: self._shared_context(tp) for tp in self._values("tp", devices)}
         for tp in shared:
             for pp in self._values("pp", devices // tp):
@@ -94,7 +96,7 @@ class Space:
                         for ep in (self.fixed["ep"],) if "ep" in self.fixed else groups:
                             if (tp * dp * cp) % ep and "tp" not in self.fixed:  # who fixed both is told that they clash
                                 continue
-                            if ep <= max(1, num_experts) or "ep" in self.fixed:
+                            if (ep <= max(1, num_experts + copies) and (ep > 1 or not copies)) or "ep" in self.fixed:
                                 yield Degrees(tp, pp, dp, cp, dcp, ep)
 
     def _values(self, axis: str, devices: int) -> tuple[int, ...]:
@@ -149,6 +151,8 @@ class Space:
     def illegal(self, layout: Layout) -> str | None:
         if layout.ep > 1 and not self.model.dimensions.num_experts:
             return f"ep={layout.ep}, but the model has no experts"
+        if layout.redundant_experts and self.evaluator.engine.name == OWN:
+            return f"{layout.redundant_experts} copies of experts, but this engine keeps each expert once"
         if layout.cp > 1 and not self.evaluator.cache.grows():
             return f"cp={layout.cp}, but no cache grows with the context"
         if layout.cp_in_tp > 1 and (reason := self.context_illegal(layout.tp, layout.cp_in_tp)) is not None:
@@ -160,7 +164,7 @@ class Space:
         heads = self.model.dimensions.num_attention_heads
         if self.estimated and heads and heads % layout.tp:
             return f"{heads} attention heads are not divisible by tp={layout.tp}"
-        key = (layout.tp, layout.ep, layout.expert_tp)
+        key = (layout.tp, layout.ep, layout.expert_tp, layout.redundant_experts)
         if key not in self._illegal:
             self._illegal[key] = self.evaluator.weights.illegal(layout) or self._cannot_be_cut(layout)
         return self._illegal[key]

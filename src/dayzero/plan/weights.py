@@ -127,7 +127,8 @@ class Weights:
     def costs(self, layout: Layout, place: Coordinates) -> Callable[[int], Cost]:
         """One parameter of a group on the rank at `place`, by group. What is returned raises DayZeroError when the cut is
         illegal."""
-        whole, spread = (layout.tp, place.tp), (layout.ep, layout.expert_tp, place.ep, place.expert_tp)
+        whole = (layout.tp, place.tp)
+        spread = (layout.ep, layout.expert_tp, place.ep, place.expert_tp, layout.redundant_experts)
 
         def cost(group: int) -> Cost:
             known, key = self._costs[group], spread if self._spread[group] else whole
@@ -147,6 +148,8 @@ class Weights:
     def _boxes(self, parameter: Parameter, layout: Layout, place: Coordinates) -> tuple[Box, ...]:
         """The rank's boxes; a vocabulary that the engine pads is dealt out in equal parts, the last ones beyond its end."""
         rule, step = parameter.shard, self.rules.vocabulary_multiple
+        if layout.redundant_experts and parameter.role in EXPERT_ROLES and rule.expert_dim is not None:
+            return _with_copies(parameter, layout, place)
         if step == 1 or parameter.role not in ("embedding", "head") or rule.tensor_dim != 0:
             return rank_boxes(parameter, layout, place)
         padded = -(-parameter.shape[0] // step) * step
@@ -155,7 +158,7 @@ class Weights:
 
     def layer_bytes(self, layout: Layout, place: Coordinates) -> tuple[int, ...]:
         """Bytes of each layer on a rank at `place` of whichever stage holds it (tied parameters apart)."""
-        key = (layout.tp, layout.ep, layout.expert_tp, place.tp, place.ep, place.expert_tp)
+        key = (layout.tp, layout.ep, layout.expert_tp, place.tp, place.ep, place.expert_tp, layout.redundant_experts)
         if key not in self._layer_bytes:
             cost = self.costs(layout, place)
             by_class = [sum(cost(group).num_bytes * count for group, count in counts) for counts in self.classes]
@@ -234,6 +237,13 @@ class Weights:
         beyond = parameter.layer is not None and parameter.layer >= self.num_layers
         return DRAFT if beyond else parameter.role
 
+    def layer_experts_bytes(self, layout: Layout, place: Coordinates) -> int:
+        """The experts of one layer on a rank, in the layer where they take most."""
+        cost, sizes = self.costs(layout, place), [0]
+        for counts in self.classes:
+            sizes.append(sum(cost(group).num_bytes * count for group, count in counts if self._spread[group]))
+        return max(sizes)
+
     def largest_part(self, layout: Layout, place: Coordinates, stage: int) -> tuple[int, str]:
         """The largest single tensor a rank of the stage loads, and the role it has."""
         cost = self.costs(layout, place)
@@ -254,8 +264,12 @@ class Weights:
             degree = layout.expert_tp if is_expert else layout.tp
             if parameter.role == "expert" and rule.expert_dim is None and layout.ep > 1:
                 return f"{parameter.name}: experts are separate modules, which expert parallelism cannot divide"
-            if rule.expert_dim is not None and is_expert and layout.ep > parameter.shape[rule.expert_dim]:
-                return f"ep={layout.ep} exceeds the {parameter.shape[rule.expert_dim]} experts"
+            if rule.expert_dim is not None and is_expert:
+                experts, copies = parameter.shape[rule.expert_dim], layout.redundant_experts
+                if layout.ep > experts + copies:
+                    return f"ep={layout.ep} exceeds the {experts} experts" + (f" and {copies} copies" if copies else "")
+                if experts + copies > experts * layout.ep:
+                    return f"{copies} copies: more than one of each of {experts} experts on each of ep={layout.ep} ranks"
             if rule.tensor_dim is None or degree == 1:
                 continue
             # The sharding rule could deal out heads unevenly; attention kernels and the output projection cannot.
@@ -288,6 +302,17 @@ class Weights:
             except DayZeroError:
                 continue
         return found
+
+
+def _with_copies(parameter: Parameter, layout: Layout, place: Coordinates) -> tuple[Box, ...]:
+    """Boxes of as many experts as the rank has places for, at most all of them. Which ones the copies are is a matter of load;
+    all experts of a tensor take the same."""
+    dim = parameter.shard.expert_dim
+    assert dim is not None, parameter.name
+    held = min(len(layout.expert_places(parameter.shape[dim], place.ep)), parameter.shape[dim])
+    alone = Layout(tp=layout.expert_tp)
+    boxes = rank_boxes(parameter, alone, alone.coordinates(place.expert_tp))
+    return tuple((*box[:dim], (0, held), *box[dim + 1 :]) for box in boxes) if held else ()
 
 
 def _latent_widths(model: ModelDescription) -> frozenset[tuple[int | None, int]]:

@@ -17,7 +17,7 @@ from dayzero.core.model import LayerKind, OperatorNode
 from dayzero.core.plan import Layout
 from dayzero.core.units import DTYPE_BITS
 from dayzero.plan.ledger import Evaluator
-from dayzero.plan.overheads import head_width
+from dayzero.plan.overheads import ROUTING_IMBALANCE, head_width
 
 # Operators whose cost is counted from the shards themselves; all other nodes of a graph move activations.
 PRODUCTS = frozenset({"linear", "experts", "embedding"})
@@ -49,6 +49,7 @@ class Operator(NamedTuple):
     flops: float
     num_bytes: float
     formats: tuple[str, ...] = ()
+    uneven: float = 1.0  # the fullest rank's share of the FLOPs over the mean, at worst
 
 
 class KindWork(NamedTuple):
@@ -91,7 +92,7 @@ class Work:
 
     def sums(self, layout: Layout) -> tuple[float, float, float, float]:
         """Over all layers: bytes of weights and of experts on the fullest rank, FLOPs a token of each (the head apart)."""
-        both = (layout.tp, layout.ep, layout.expert_tp)
+        both = (layout.tp, layout.ep, layout.expert_tp, layout.redundant_experts)
         apart = self.evaluator.weights.experts_apart
         dense_key = layout.tp if apart and self.chosen_share else both
         expert_key = both[1:] if apart else both
@@ -120,13 +121,12 @@ class Work:
     @cached_property
     def least_launches(self) -> float:
         graphs = [(len(kind.layers), kind.operators) for kind in self.model.layer_kinds]
-        return sum(count * min((sum(node.count for node in graph.of(phase)) or NOMINAL_OPERATORS)
-                               for phase in ("prefill", "decode")) for count, graph in graphs)  # fmt: skip
+        return sum(count * min(_started(graph.of(phase)) for phase in ("prefill", "decode")) for count, graph in graphs)
 
     def _kind(self, index: int, kind: LayerKind, layout: Layout, batch: Batch) -> KindWork:
         # Prompts are dealt out over context ranks; a decoded token is worked on by all of them, for its attention only.
         tokens = batch.tokens if batch.decodes else batch.tokens / layout.cp_devices
-        key = (index, layout.tp, layout.ep, layout.dp, layout.cp_devices, tokens)
+        key = (index, layout.tp, layout.ep, layout.dp, layout.cp_devices, layout.redundant_experts, tokens)
         if key not in self._products:
             self._products[key] = tuple(self._product(role, *share, tokens, layout)
                                         for role, share in self._shares(index, layout).items())  # fmt: skip
@@ -144,12 +144,21 @@ class Work:
             return Operator(role, 2.0 * elements * tokens, num_bytes, formats)
         # Experts are shared by all replicas of a stage; the fullest rank holds what an uneven deal gives it.
         everyone = tokens * layout.dp * layout.cp_devices
-        touched = 1.0 - (1.0 - min(1.0, self.chosen_share)) ** everyone
-        return Operator(role, 2.0 * elements * everyone * self.chosen_share, num_bytes * touched, formats)
+        share = self.chosen_of(layout)
+        touched = 1.0 - (1.0 - min(1.0, share)) ** everyone
+        return Operator(role, 2.0 * elements * everyone * share, num_bytes * touched, formats,
+                        ROUTING_IMBALANCE if layout.ep > 1 else 1.0)  # fmt: skip
+
+    def chosen_of(self, layout: Layout) -> float:
+        """The share of a layer's places for experts that a token is sent to: copies take their part of it."""
+        if not layout.redundant_experts:
+            return self.chosen_share
+        dims = self.model.dimensions
+        return dims.num_experts_per_token / (dims.num_experts + layout.redundant_experts) if dims.num_experts else 0.0
 
     def _shares(self, kind: int, layout: Layout) -> dict[str, tuple[float, float, tuple[str, ...]]]:
         """Per role, what one layer of the kind (-1: what is outside the layers) keeps on the fullest rank."""
-        key = (kind, layout.tp, layout.ep, layout.expert_tp)
+        key = (kind, layout.tp, layout.ep, layout.expert_tp, layout.redundant_experts)
         if key not in self._roles:
             flat = replace(layout, pp=1, stages=((0, 0),))
             outside = self.evaluator.weights.by_role(flat, flat.coordinates(0), 0)
@@ -233,7 +242,7 @@ class Work:
         if key not in self._moved_bytes:  # formulas are evaluated once for all layouts with as many tokens
             nodes = (node for node in graph if node.kind not in PRODUCTS | MIXERS)
             self._moved_bytes[key] = sum(self._moved(node, tokens, batch) for node in nodes)
-            self._launches[kind.name, batch.phase] = float(sum(node.count for node in graph))
+            self._launches[kind.name, batch.phase] = _started(graph)
         return self._moved_bytes[key] / split, self._launches[kind.name, batch.phase]
 
     @staticmethod
@@ -257,3 +266,8 @@ class Work:
             elements, num_bytes, formats = shares["embedding"]
             operators.append(Operator("head", 2.0 * elements * batch.sequences, num_bytes, formats))
         return KindWork("outside", 1, (tuple(operators),), 6.0)
+
+
+def _started(nodes: tuple[OperatorNode, ...]) -> float:
+    """Operators that a layer starts. A graph from keys has one node for all products of a role: no layer has so few."""
+    return float(max(NOMINAL_OPERATORS, sum(node.count for node in nodes)))

@@ -11,7 +11,7 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Layout, Plan, Pool
 from dayzero.core.target import Target
-from dayzero.core.units import canonical_dtype
+from dayzero.core.units import DTYPE_BITS, canonical_dtype, format_bytes
 from dayzero.plan.engines import OWN
 from dayzero.plan.links import Links
 
@@ -21,7 +21,7 @@ PLAIN = ("bfloat16", "float16", "float32", "float64")
 LATENT_BLOCK, PLAIN_BLOCK = 64, 16
 ROLES = ("mixed", "prefill", "decode")
 SAME_RESULTS = "results are the same, activations of a prefill are larger than planned and collectives are all-reduces"
-_LAYOUT = ("tp", "pp", "dp", "cp", "cp_in_tp", "ep", "sp", "placement", "stages")
+_LAYOUT = ("tp", "pp", "dp", "cp", "cp_in_tp", "ep", "sp", "redundant_experts", "placement", "stages")
 _POOL = ("role", "layout", "role_layouts", "prefill", "decode")
 
 
@@ -109,8 +109,29 @@ def step_tokens(plan: Plan, running: int) -> int:
     return max(plan.prefill_chunk_tokens, running)
 
 
+def prompt_scores_note(plan: Plan, model: ModelDescription, tokens: int) -> str | None:
+    """What a request for the log-probabilities of its prompt would take beyond the plan, where the ledger followed an engine
+    that keeps room for sampled rows alone: rows of a whole step in the model's dtype and in float32 at once."""
+    if plan.engine == OWN:
+        return None
+    size = DTYPE_BITS[model.dtype] // 8
+    needed = format_bytes(tokens * model.dimensions.vocab_size * (size + 4))
+    return (f"log-probabilities of prompts are not in the plan: {tokens} rows x {model.dimensions.vocab_size} vocabulary x "
+            f"({size} + 4) B = {needed} a card at least; refuse requests for them, or plan a smaller chunk")  # fmt: skip
+
+
 def has_experts(model: ModelDescription) -> bool:
     return model.dimensions.num_experts > 0
+
+
+def require_even_places(model: ModelDescription, layout: Layout, engine: str) -> None:
+    """Engines with copies of experts give each expert rank as many as the others. Raises DayZeroError otherwise."""
+    places = model.dimensions.num_experts + layout.redundant_experts
+    if layout.redundant_experts and places % layout.ep:
+        up = layout.redundant_experts + -places % layout.ep
+        raise cannot(engine, "to give expert ranks different numbers of experts beside copies",
+                     f"{model.dimensions.num_experts} + {layout.redundant_experts} on ep={layout.ep}",
+                     f"plan with {up} copies", f"a multiple of {layout.ep} in all")  # fmt: skip
 
 
 def is_latent(model: ModelDescription) -> bool:

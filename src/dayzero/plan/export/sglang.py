@@ -48,7 +48,7 @@ def _server(
     world = layout.num_devices // layout.pp // copies
     nodes, cards = require_layout(model, layout, target, listed.engine, pool.role, notes)
     asked.placement_note(layout, ORDER, target, notes)
-    options = [*_parallel(model, pool, world, copies, listed, notes), *_sizes(plan, layout, copies, page, notes),
+    options = [*_parallel(model, pool, world, copies, listed, notes), *_sizes(plan, model, layout, copies, page, notes),
                *_numbers(plan, model, listed.engine)]  # fmt: skip
     if pool.role != "mixed":
         backend = "ascend" if target.software.torch_device == "npu" else "nixl"
@@ -100,6 +100,7 @@ def require_layout(
             f"cp={layout.cp_devices} in a {role} pool",
             "plan with --dcp (ranks of the tensor-parallel group) instead of --cp, or give --cp to a prefill pool alone",
         )
+    asked.require_even_places(model, layout, engine)
     copies = _copies(layout, model)
 
     def fits(nodes: int, cards: int) -> bool:
@@ -153,6 +154,8 @@ def _parallel(
         raise _no_role(listed, role, other, "the pool's own layout")
     if layout.ep > 1 and asked.has_experts(model):
         options.append(("--ep-size", layout.ep))
+    if layout.redundant_experts:
+        options += [("--enable-eplb", None), ("--ep-num-redundant-experts", layout.redundant_experts)]
     if layout.sp and layout.tp > 1:
         notes.append(
             "sequence parallelism is not asked for: this engine splits tokens between matrix products for a few classes only "
@@ -182,9 +185,13 @@ def _context_parallel(model: ModelDescription, pool: Pool, notes: list[str]) -> 
             ("--enable-kv-cache-sharding", None), ("--cp-strategy", strategy)]  # fmt: skip
 
 
-def _sizes(plan: Plan, layout: Layout, copies: int, page: int | None, notes: list[str]) -> list[tuple[str, Any]]:
+def _sizes(
+    plan: Plan, model: ModelDescription, layout: Layout, copies: int, page: int | None, notes: list[str]
+) -> list[tuple[str, Any]]:
     replicas = layout.dp // copies
     running, chunk = asked.sequences(plan, layout), plan.prefill_chunk_tokens
+    if (note := asked.prompt_scores_note(plan, model, max(running, chunk))) is not None:
+        notes.append(note)
     options: list[tuple[str, Any]] = [("--context-length", plan.context_tokens), ("--max-running-requests", running * replicas)]
     if page is not None:
         options.append(("--page-size", page))

@@ -55,7 +55,7 @@ def _server(
         options.append(("--cp-kv-cache-interleave-size", PLUGIN_BLOCK))
     if (transfer := _transfer(model, pool, pools, listed)) is not None:
         options.append(("--kv-transfer-config", transfer))
-    extra = _fine_grained(model, pool, listed)
+    extra = _fine_grained(model, pool, listed) | _copies_of_experts(layout, listed, options)
     if layout.sp and layout.tp > 1:
         extra |= _sequence_parallel(model, layout, listed, options, notes)
     if extra:
@@ -96,6 +96,7 @@ def require_layout(
         raise asked.cannot(engine, "data and context parallelism together", f"dp={layout.dp}, cp={layout.cp}",
                            "plan with --dp 1 or --cp 1")  # fmt: skip
     _require_experts(layout, engine)
+    asked.require_even_places(model, layout, engine)
     _require_context(model, layout, engine)
     if layout.cp > 1 and asked.has_states(model):
         notes.append("decode context parallelism beside layers that keep a state is young in this engine: older versions "
@@ -176,9 +177,22 @@ def _parallel(model: ModelDescription, layout: Layout) -> list[tuple[str, Any]]:
     return options
 
 
+def _copies_of_experts(layout: Layout, listed: OptionList, options: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Copies of busy experts: two options of the engine, a key of the plugin's configuration (returned)."""
+    if not layout.redundant_experts:
+        return {}
+    if listed.base is None:
+        options += [("--enable-eplb", None), ("--eplb-config", {"num_redundant_experts": layout.redundant_experts})]
+        return {}
+    listed.check("eplb_config", {})
+    return {"eplb_config": {"dynamic_eplb": True, "num_redundant_experts": layout.redundant_experts}}
+
+
 def _sizes(plan: Plan, model: ModelDescription, layout: Layout, listed: OptionList, notes: list[str]) -> list[tuple[str, Any]]:
     """Context, sequences, tokens of a step (a chunk beside the other sequences' decode tokens), blocks, memory."""
     running = asked.sequences(plan, layout)
+    if (note := asked.prompt_scores_note(plan, model, asked.step_tokens(plan, running))) is not None:
+        notes.append(note)
     options: list[tuple[str, Any]] = [
         ("--max-model-len", plan.context_tokens), ("--max-num-seqs", running), ("--enable-chunked-prefill", None),
         ("--max-num-batched-tokens", asked.step_tokens(plan, running)),
