@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from dayzero import cli_plan, cli_tools, endings, inputs
+from dayzero import cli_convert, cli_plan, cli_tools, endings, inputs
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import record_json
 from dayzero.terminal import (
@@ -29,7 +29,7 @@ from dayzero.terminal import (
     status,
 )
 
-__all__ = ["app", "cli_plan", "cli_tools", "main"]  # importing the other two registers their verbs
+__all__ = ["app", "cli_convert", "cli_plan", "cli_tools", "main"]  # importing the other three registers their verbs
 
 
 def main() -> NoReturn:
@@ -66,37 +66,6 @@ def inspect(
         found.model, corrections=found.corrections(), against=found.against, coverage=found.coverage
     ))  # fmt: skip
     return 0
-
-
-@app.command()
-def convert(
-    path: Annotated[Path | None, typer.Argument(help="a release folder")] = None,
-    out_folder: Annotated[Path | None, typer.Option("--out", help="where the artifact goes")] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="a 2_plan.json")] = None,
-    tp: int = 1,
-    pp: int = 1,
-    ep: int = 1,
-    dp: int = 1,
-    cp: int = 1,
-    to: Annotated[str | None, typer.Option(help="hf: an ordinary Hugging Face folder")] = None,
-    verify: Annotated[Path | None, typer.Option("--verify", help="check an artifact instead")] = None,
-    source: Annotated[Path | None, typer.Option(help="with --verify: the release it was made from")] = None,
-    as_json: JsonOption = False,
-) -> int:
-    """Stream a checkpoint into rank shards with a conservation ledger, or prove an artifact."""
-    from dayzero import conversion
-
-    if verify is not None:
-        report = conversion.verify_artifact(verify, source, say)
-        show(as_json, report, lambda: conversion.problems_table(report))
-        return 0 if not report["problems"] else 1
-    if path is None or out_folder is None:
-        raise DayZeroError("convert needs a release and a place", got=f"PATH={path}, --out={out_folder}",
-                           want="dayzero convert PATH --out DIR", fix="give both, or --verify DIR")  # fmt: skip
-    degrees = {"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}
-    result = conversion.convert_release(path, out_folder, plan_file, degrees, to, say)
-    show(as_json, result, lambda: conversion.result_table(result))
-    return 0 if not any(problem["severity"] == "error" for problem in result["problems"]) else 1
 
 
 @app.command("map")

@@ -1,8 +1,8 @@
 """The `convert` verb: what to convert for, where to, and what is printed. It stands between the command line and `weights`."""
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +16,111 @@ from dayzero.core.units import format_bytes
 from dayzero.progress import bytes_progress
 
 Say = Callable[[str], None]
+FORMS = (None, "hf", "gguf")
 
 
-def convert_release(
-    path: Path, out: Path, plan_file: Path | None, degrees: dict[str, int], to: str | None, say: Say
-) -> dict[str, Any]:
-    """Convert and return the report as JSON. `degrees` other than 1 and a plan file exclude each other."""
-    from dayzero.weights.convert import convert
-    from dayzero.weights.to_hf import export
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What the command line asked for."""
 
-    if to not in (None, "hf"):
-        raise DayZeroError("unknown form to convert to", got=to, want="hf", fix="give --to hf, or leave it out for rank shards")
-    if to == "hf":
+    path: str | None
+    out: str
+    plan_file: Path | None = None
+    degrees: Mapping[str, int] = field(default_factory=dict)
+    to: str | None = None
+    dtype: str | None = None
+    quantize: str | None = None
+    keep: tuple[str, ...] = ()
+    override: tuple[str, ...] = ()
+    part: str | None = None
+    merge: bool = False
+    allow_pickle: bool = False
+    assume_unscaled: bool = False
+    accept_values: bool = False
+    spool: Path | None = None
+    keep_copy: Path | None = None
+
+
+def convert_release(asked: Request, say: Say) -> dict[str, Any]:
+    """Convert and return the report as JSON. Raises DayZeroError for options that do not go together."""
+    if asked.to not in FORMS:
+        raise DayZeroError("unknown form to convert to", got=asked.to, want="hf or gguf",
+                           fix="give --to hf, --to gguf, or leave it out for rank shards")  # fmt: skip
+    if asked.to is not None and (asked.part or asked.merge or asked.plan_file or any(n != 1 for n in asked.degrees.values())):
+        raise DayZeroError("parts and degrees are for rank shards", got=f"--to {asked.to} beside them", want="one or the other",
+                           fix="leave out --to, or --part, --merge, --plan and the degrees")  # fmt: skip
+    if asked.merge:
+        from dayzero.weights.merging import merge
+
         with bytes_progress(say) as progress:
-            return record_json(export(path, out, progress=progress))
-    from dayzero.model.describe import describe
-    from dayzero.stages import require_sound
+            return record_json(merge(Path(asked.out), accept_values=asked.accept_values, progress=progress))
+    assert asked.path is not None
+    if asked.to == "gguf":
+        from dayzero.weights.gguf_export import export_gguf
 
-    model = describe(path)
+        with bytes_progress(say) as progress:
+            return to_dict(export_gguf(Path(asked.path), Path(asked.out), asked.quantize or "bf16", progress=progress))
+    changes = _changes(asked)
+    if asked.to == "hf":
+        from dayzero.weights.to_hf import export
+
+        with bytes_progress(say) as progress:
+            return record_json(export(asked.path, asked.out, changes=changes, progress=progress))
+    return _to_shards(asked, changes, say)
+
+
+def _to_shards(asked: Request, changes: Any, say: Say) -> dict[str, Any]:
+    from dayzero.stages import require_sound
+    from dayzero.weights.convert import convert
+    from dayzero.weights.parts import convert_part, parse_part
+
+    assert asked.path is not None
+    model = _describe(asked.path, changes)
     require_sound(model)
-    layout = _layout(model, plan_file, degrees)
+    layout = _layout(model, asked.plan_file, dict(asked.degrees))
     with bytes_progress(say) as progress:
-        return record_json(convert(path, model, layout, out, progress=progress))
+        if asked.part is None:
+            made = convert(asked.path, model, layout, asked.out, changes=changes, progress=progress, keep=asked.keep_copy,
+                           spool=asked.spool)  # fmt: skip
+        else:
+            number, count = parse_part(asked.part)
+            made = convert_part(asked.path, model, layout, Path(asked.out), number, count, changes=changes, progress=progress)
+    return record_json(made)
+
+
+def _describe(path: str, changes: Any) -> ModelDescription:
+    """The model of a release wherever it lies."""
+    from dayzero.weights.stores import open_source
+
+    with open_source(path, allow_pickle=changes.allow_pickle) as source:
+        return source.describe()
+
+
+def _changes(asked: Request) -> Any:
+    from dayzero.core.units import canonical_dtype
+    from dayzero.weights.changes import Changes
+    from dayzero.weights.quantize.policy import Policy
+    from dayzero.weights.quantize.presets import preset
+
+    policy = None
+    if asked.quantize is not None:
+        pairs = [rule.rpartition("=")[::2] for rule in asked.override]
+        if any(not pattern or not name for pattern, name in pairs):
+            raise DayZeroError("an override is not RULE=PRESET", got=", ".join(asked.override), want="for instance head=int8",
+                               fix="correct --override")  # fmt: skip
+        policy = Policy(preset=preset(asked.quantize).name, keep=asked.keep, overrides=tuple(pairs))
+        if asked.dtype is not None:
+            raise DayZeroError("codes are made of the release's own numbers", got=f"--dtype {asked.dtype} with --quantize",
+                               want="one of them", fix="leave --dtype out")  # fmt: skip
+    elif asked.keep or asked.override:
+        raise DayZeroError("--keep and --override speak of --quantize", got="no --quantize", want="a preset",
+                           fix="give --quantize, or leave them out")  # fmt: skip
+    dtype = None if asked.dtype is None else canonical_dtype(asked.dtype)
+    if dtype not in (None, "bfloat16", "float16", "float32"):
+        raise DayZeroError("weights cannot become that dtype", got=asked.dtype, want="bfloat16, float16 or float32",
+                           fix="choose one of them, or --quantize")  # fmt: skip
+    return Changes(dtype=dtype, quantize=policy, upcast_unscaled=asked.assume_unscaled, allow_pickle=asked.allow_pickle,
+                   accept_values=asked.accept_values)  # fmt: skip
 
 
 def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, int]) -> Layout:
@@ -63,18 +146,20 @@ def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, 
     return replace(whole, stages=cut_stages(costs, whole.pp, first_extra=first, last_extra=last))
 
 
-def verify_artifact(folder: Path, source: Path | None, say: Say) -> dict[str, Any]:
+def verify_artifact(folder: Path, source: str | None, say: Say) -> dict[str, Any]:
     """Read an artifact back against its ledgers, and its source where given."""
-    from dayzero.weights.verify import verify
+    from dayzero.weights.verify import prove
 
     started = time.monotonic()
     with bytes_progress(say) as progress:
-        problems = verify(folder, source, progress=progress)
+        found = prove(folder, source, progress=progress)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return {
         "schema": "dayzero.verify/1",
         "artifact": str(folder),
-        "problems": [to_dict(problem) for problem in problems],
+        "problems": [to_dict(problem) for problem in found.problems],
+        "proved": list(found.proved),
+        "not_proved": list(found.not_proved),
         "bytes_read": size,
         "bytes_written": 0,
         "seconds": round(time.monotonic() - started, 3),
@@ -83,7 +168,9 @@ def verify_artifact(folder: Path, source: Path | None, say: Say) -> dict[str, An
 
 def problems_table(report: dict[str, Any]) -> Any:
     if not report["problems"]:
-        return f"{report['artifact']}: {format_bytes(report['bytes_read'])} agree with the ledger ({report['seconds']} s)"
+        lines = [f"{report['artifact']}: {format_bytes(report['bytes_read'])} agree with the ledger ({report['seconds']} s)"]
+        lines += [f"  proved: {text}" for text in report["proved"]] + [f"  not proved: {text}" for text in report["not_proved"]]
+        return "\n".join(lines)
     table = Table("kind", "file", "tensor", "detail", title=f"{len(report['problems'])} problems")
     for problem in report["problems"]:
         table.add_row(problem["kind"], problem["file"] or "", problem["tensor"] or "", problem["detail"])

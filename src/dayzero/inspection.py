@@ -18,7 +18,8 @@ from dayzero.core.model import ModelDescription
 from dayzero.core.records import read_record, write_text_atomic
 from dayzero.core.sized_operators import engine_step
 from dayzero.model.provisional import provisional
-from dayzero.model.release import Release, is_address, open_release
+from dayzero.model.release import Release, open_release
+from dayzero.model.remote.objects import is_remote
 from dayzero.summaries import corrections, inspect_summary
 
 MUCH_MORE = 1.5  # a class that computes so many times what an engine does: its shares are told apart
@@ -92,8 +93,8 @@ def _keeping(answer: ModelDescription | None) -> Iterator[None]:
 
 
 def opened(path: str) -> Release:
-    """A release folder, a config.json, or the URL of a release, of which only config, index and headers are read."""
-    if is_address(path):
+    """A release folder, a config.json, or the address of a release, of which only config, index and headers are read."""
+    if is_remote(path):
         from dayzero.model.remote.release import open_remote_release
 
         return open_remote_release(path)

@@ -34,6 +34,7 @@ from dayzero.model.release import open_release
 from dayzero.model.resolve import Resolved, resolve
 from dayzero.weights import copying, placement
 from dayzero.weights.algebra import NotDataMovement, View
+from dayzero.weights.changes import Changes
 from dayzero.weights.convert import artifact_key, convert
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.ledger import read_lines
@@ -318,7 +319,7 @@ def test_a_release_is_resharded_and_a_small_one_is_a_single_file(tiny_checkpoint
 def test_another_dtype_is_a_recorded_cast(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
     source = tiny_checkpoint("qwen3_moe")
     model, want = describe(source), reference_state(source)
-    convert(source, model, Layout(tp=2), tmp_path / "out", dtype="float32")
+    convert(source, model, Layout(tp=2), tmp_path / "out", changes=Changes(dtype="float32"))
     assert verify(tmp_path / "out", source) == ()
     got = reassembled(tmp_path / "out", model)
     assert all(got[name].dtype == torch.float32 and torch.equal(got[name], want[name].float()) for name in want)
@@ -347,7 +348,7 @@ def test_an_operation_that_computes_runs_on_its_group(
     source = tiny_checkpoint("llama")
     model = describe(source)
     report = convert(source, model, Layout(tp=2), tmp_path / "out")
-    assert [problem.kind for problem in report.problems] == ["computed_group"] * model.dimensions.num_layers
+    assert [problem.kind for problem in report.problems] == ["computed_group"] * model.dimensions.num_layers + ["digests"]
     assert verify(tmp_path / "out", source) == ()
     name = "model.layers.0.mlp.down_proj.weight"
     assert torch.equal(reassembled(tmp_path / "out", model)[name], all_tensors(source)[name] * 2)
@@ -403,7 +404,7 @@ def test_ck_02_index_and_disk_that_disagree_are_refused_with_everything_named(ti
     # A wrong total is a warning with both numbers, and the headers decide.
     total = damaged("total", lambda _, index: index["metadata"].update(total_size=index["metadata"]["total_size"] + 2))
     report = convert(total, model, Layout(), tmp_path / "out")
-    assert [problem.kind for problem in report.problems] == ["total_size"]
+    assert [problem.kind for problem in report.problems] == ["total_size", "digests"]
     assert report.ledger.source_bytes == sum(t.numel() * t.element_size() for t in all_tensors(clean).values())
 
 
@@ -619,7 +620,7 @@ def test_a_conversion_killed_before_publishing_only_publishes(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dayzero.weights.convert.publish", killed)
+    monkeypatch.setattr("dayzero.weights.publishing.publish", killed)
     with pytest.raises(KeyboardInterrupt):
         convert(source, model, Layout(), out)
     assert not out.exists()

@@ -9,11 +9,12 @@ from hypothesis import strategies as st
 from dayzero.core.errors import DayZeroError
 from dayzero.model.stored.scales import packing_of
 from dayzero.weights.formats_values import (
+    combine,
     exponent_scales,
+    float8_values,
+    number_scales,
     pack_words,
-    scaled,
     signed_codes,
-    spread_scales,
     unpack_fp4,
     unpack_words,
 )
@@ -62,7 +63,7 @@ def test_ck_17_exponent_bytes_mean_the_same_in_either_dtype() -> None:
     wanted = [[2.0**-7, 1.0, 8.0]]
     assert exponent_scales(raw).tolist() == exponent_scales(raw.view(torch.float8_e8m0fnu)).tolist() == wanted
     ones = torch.ones(128, 384).to(torch.float8_e4m3fn)
-    found = scaled(ones, exponent_scales(raw), (128, 128))
+    found = combine(ones.float(), exponent_scales(raw), (128, 128))
     assert found[0, [0, 127, 128, 255, 256, 383]].tolist() == [2.0**-7] * 2 + [1.0] * 2 + [8.0] * 2
     limits = exponent_scales(torch.tensor([0, 254], dtype=torch.uint8))
     assert limits.tolist() == [2.0**-127, 2.0**127]
@@ -79,6 +80,35 @@ def test_ck_08_scales_meet_their_blocks_partial_ones_too(shape: tuple[int, int],
     weight = torch.randn(shape, generator=generator).to(torch.float8_e4m3fn)
     rows, columns = np.indices(shape)
     wanted = weight.float().numpy() * scales.numpy()[rows // steps[0], columns // steps[1]]
-    np.testing.assert_array_equal(scaled(weight, scales, block).numpy(), wanted)
+    np.testing.assert_array_equal(combine(float8_values(weight), scales, block).numpy(), wanted)
     with pytest.raises(DayZeroError, match="as many"):
-        spread_scales(torch.ones(99, 99), shape, block)
+        combine(torch.ones(shape), torch.ones(99, 99), block)
+
+
+def test_float8_values_are_those_of_the_cast_of_torch() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = torch.arange(256).to(torch.uint8).view(dtype)
+        torch.testing.assert_close(float8_values(codes), codes.to(torch.float32), rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_scale_that_is_no_number_is_named_with_its_place_in_the_whole_tensor() -> None:
+    with pytest.raises(DayZeroError, match="NaN") as raised:
+        number_scales(torch.tensor([[1.0, float("inf")], [float("nan"), 1.0]]), name="b.scale", first=(8, 4))
+    assert "b.scale" in str(raised.value) and "[8, 5] and 1 more" in str(raised.value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_nu_09_any_run_of_rows_meets_the_blocks_of_the_whole(data: st.DataObject) -> None:
+    rows, columns = data.draw(st.integers(1, 90)), data.draw(st.integers(1, 70))
+    block = (data.draw(st.sampled_from([0, 1, 2, 15, 16, 32, 100])), data.draw(st.sampled_from([0, 1, 3, 16, 32, 100])))
+    steps = [step or size for size, step in zip((rows, columns), block, strict=True)]
+    scales = torch.rand([-(-size // step) for size, step in zip((rows, columns), steps, strict=True)])
+    start = data.draw(st.integers(0, rows - 1))
+    stop = data.draw(st.integers(start + 1, rows))
+    values = torch.randn(rows, columns)
+    spread = scales.numpy()[np.indices((rows, columns))[0] // steps[0], np.indices((rows, columns))[1] // steps[1]]
+    part = scales[start // steps[0] : -(-stop // steps[0])]
+    for operation, wanted in (("multiply", values.numpy() * spread), ("subtract", values.numpy() - spread)):
+        found = combine(values[start:stop].clone(), part, (steps[0], block[1]), first_row=start, operation=operation)
+        np.testing.assert_array_equal(found.numpy(), wanted[start:stop])

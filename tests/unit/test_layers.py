@@ -20,6 +20,7 @@ BELOW = {
     "runtime": {"core", "ops", "model", "weights", "devices"},
     "serve": {"core", "ops", "model", "weights", "devices", "runtime"},
     "validate": {"core", "ops", "model", "weights", "devices", "runtime"},
+    "calibrate": {"core", "ops", "model", "weights", "runtime"},
     "plan": {"core"},
     "report": {"core"},
 }

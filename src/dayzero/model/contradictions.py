@@ -2,7 +2,8 @@
 
 Only keys that nobody of the class reads are looked at: such a key changes nothing, and a reader of the config (or another
 engine) would believe it. Each is compared with what was measured on the one fact that its meaning decides. Totals are
-not compared: an estimate differs from them for other reasons than the key.
+not compared: an estimate differs from them for other reasons than the key. Keys that the class does read, and the files
+contradict, are named here too, by `config_against_tensors`.
 """
 
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from typing import Any
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Problem
+from dayzero.model.config_against_tensors import config_against_class
 from dayzero.model.keys.tables import CONCEPTS
 from dayzero.model.provisional import provisional
 from dayzero.model.release import Release
@@ -35,6 +37,9 @@ def contradictions(first: ModelDescription, measured: ModelDescription) -> list[
 
 def with_contradictions(release: Release, measured: ModelDescription) -> ModelDescription:
     """The measured description, with a warning for each. Where keys alone cannot be read, that is the warning."""
+    if release.has_weights:
+        behind = config_against_class(release.config, release.tensors, measured)
+        measured = replace(measured, problems=(*behind, *measured.problems))
     if not {*measured.unconsumed_keys, *measured.inert_keys}:
         return measured
     try:

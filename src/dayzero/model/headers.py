@@ -26,6 +26,9 @@ MAX_HEADER_BYTES = 1 << 30
 # Dimensions past this are nonsense, and the bound keeps products small enough to print.
 MAX_DIMENSION = 1 << 60
 LENGTH_FIELD_BYTES = 8
+MAGICS = {
+    b"PK\x03\x04": "a zip file (as PyTorch saves)", b"GGUF": "a GGUF file", b"\x80\x02": "a pickle", b"\x1f\x8b": "a gzip file"
+}  # fmt: skip
 FIRST_TENSOR = re.compile(rb'"((?:[^"\\]|\\.)+)"\s*:\s*\{\s*"(?:dtype|shape|data_offsets)"')
 
 
@@ -73,12 +76,13 @@ def read_header(
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0))
     except OSError as error:
         return None, [reader.problem("unreadable_file", f"the file cannot be opened: {error.strerror}")]
-    with os.fdopen(descriptor, "rb", buffering=0) as handle:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            return None, [reader.problem("not_a_file", "not a regular file")]
-        with collector_paused():
-            return reader.read(handle, status.st_size, max_header_bytes), reader.problems
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        what = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO"}.get(stat.S_IFMT(status.st_mode), "a device or a socket")
+        return None, [reader.problem("not_a_file", f"{what}, not a regular file", first_tensor)]
+    with os.fdopen(descriptor, "rb", buffering=0) as handle, collector_paused():
+        return reader.read(handle, status.st_size, max_header_bytes), reader.problems
 
 
 class _Reader:
@@ -247,4 +251,11 @@ def _masquerade(start: bytes, file_bytes: int) -> tuple[str, str] | None:
         return "lfs_pointer", f"a Git LFS pointer of {file_bytes} bytes, not weights{expected}; run `git lfs pull`"
     if start.lstrip()[:15].lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         return "web_page", f"a web page of {file_bytes} bytes, not weights; download it again"
+    for magic, what in MAGICS.items():  # a length may begin like one, and a header follows it
+        if start.startswith(magic) and start[LENGTH_FIELD_BYTES : LENGTH_FIELD_BYTES + 1] != b"{":
+            return "other_format", f"{what} of {file_bytes} bytes under a name that says safetensors"
+    field = start[:LENGTH_FIELD_BYTES]
+    if len(field) == LENGTH_FIELD_BYTES and all(32 <= byte < 127 or byte in b"\t\r\n" for byte in field):
+        # As a length this would be more than 2^56 bytes.
+        return "text", f"text of {file_bytes} bytes that begins {start[:60].decode('latin-1')!r}, not weights"
     return None

@@ -27,6 +27,7 @@ from dayzero.core.step import StepBatch
 from dayzero.model.classes import layer_kind_signatures
 from dayzero.ops.cpu import build as cpu_kernels
 from dayzero.runtime.paged import PagedRunner
+from dayzero.runtime.quantized import QuantizedStack
 
 # Two token counts from which the dimensions that grow with the step are learned. No model has sizes like these.
 _PROBE_TOKENS = (11, 13)
@@ -131,6 +132,10 @@ def compile_layers(runner: PagedRunner, cache_folder: Path, log: Callable[[str],
     notes, replaced, packages = [], 0, 0
     for members in kinds.values():
         first = members[0]
+        if any(isinstance(one, QuantizedStack) for one in layers[first].modules()):
+            why = "their experts are stored in few bits, and which of them run is known at run time alone"
+            notes.append(f"{len(members)} layers like layer {first} are not compiled: {why}")
+            continue
         log(f"compiling {len(members)} layers like layer {first}")
         try:
             run = _build(layers[first], calls[0][first], calls[1][first], cache_folder)
@@ -255,18 +260,26 @@ def _build(
 def share_regions(module: Any) -> None:
     """Make linears of one input one operator: q, k and v, gate and up. Each parallel region costs as much as reading a small
     weight, and the results are the same bits."""
-    single, several = torch.ops.dayzero.linear_at.default, torch.ops.dayzero.linears_at.default
+    plain, quantized = torch.ops.dayzero.linear_at.default, torch.ops.dayzero.quantized_linear_at.default
     groups: dict[Any, list[Any]] = {}
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target is single:
-            groups.setdefault(node.args[0], []).append(node)
-    for x, nodes in groups.items():
-        dtypes = {node.args[1].meta["val"].dtype for node in nodes}
-        if len(nodes) < 2 or len(dtypes) > 1:
+        if node.op == "call_function" and node.target is plain:
+            groups.setdefault((node.args[0], node.args[1].meta["val"].dtype), []).append(node)
+        elif node.op == "call_function" and node.target is quantized and node.args[5] is None:
+            groups.setdefault((node.args[0], node.args[7:]), []).append(node)
+    for nodes in groups.values():
+        if len(nodes) < 2:
             continue
-        with module.graph.inserting_before(nodes[0]):  # weights are inputs of the graph: they are there from the start
-            weights, biases = [node.args[1] for node in nodes], [node.args[2] for node in nodes]
-            joined = module.graph.call_function(several, (x, weights, biases, nodes[0].args[3]))
+        # Weights are inputs of the graph, in the order of its nodes: they are there from the start.
+        first = nodes[0]
+        columns = [list(column) for column in zip(*(node.args for node in nodes), strict=True)]
+        if first.target is plain:
+            target, args = torch.ops.dayzero.linears_at.default, (first.args[0], columns[1], columns[2], first.args[3])
+        else:
+            target = torch.ops.dayzero.quantized_linears_at.default
+            args = (first.args[0], *columns[1:5], first.args[6], *first.args[7:])
+        with module.graph.inserting_before(first):
+            joined = module.graph.call_function(target, args)
             joined.meta["val"] = [node.meta["val"] for node in nodes]
             parts = [module.graph.call_function(operator.getitem, (joined, index)) for index in range(len(nodes))]
         for node, part in zip(nodes, parts, strict=True):

@@ -12,113 +12,130 @@ import hashlib
 import json
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from dayzero.core.artifact import ArtifactLayout, LedgerCounts, LedgerEntry, ShardFile, WeightsReport
+from dayzero.core.artifact import ArtifactLayout, LedgerCounts, ShardFile, WeightsReport
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Problem
 from dayzero.core.plan import Layout
-from dayzero.core.records import read_record, to_dict, write_record, write_text_atomic
+from dayzero.core.records import read_record, to_dict, write_text_atomic
 from dayzero.core.units import MIB
-from dayzero.model.release import Release, damaged, open_release
-from dayzero.weights.files import Progress, hash_file, sync_tree
-from dayzero.weights.ledger import ALGORITHM, SourceFile, SourceTensor, read_lines, to_line
+from dayzero.model.release import Release, damaged
+from dayzero.weights.changes import NO_CHANGES, Changes
+from dayzero.weights.examining import check_published, judge_values
+from dayzero.weights.expected import RELEASE_FOLDER
+from dayzero.weights.files import Progress
+from dayzero.weights.finishing import finish, source_list
+from dayzero.weights.ledger import SourceFile, SourceTensor, read_lines
 from dayzero.weights.loading import CheckpointSource, open_checkpoint
 from dayzero.weights.placement import place
-from dayzero.weights.reading import LocalStore
+from dayzero.weights.plain_config import QUANTIZATION_FILES, plain_config
+from dayzero.weights.publishing import Output, kept_if_sound, open_output
+from dayzero.weights.quantize.artifact import quantize_checkpoint
 from dayzero.weights.running import HASHES_FILE, Copying
-from dayzero.weights.verify import LAYOUT_FILE, MODEL_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, seal, source_problems
-from dayzero.weights.workfolder import KEY_FILE, locked_work_folder, prepare, publish
-from dayzero.weights.writing import DONE_SUFFIX, Written
+from dayzero.weights.stores import Source, open_source
+from dayzero.weights.verify import LAYOUT_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, source_problems
+from dayzero.weights.workfolder import KEY_FILE
+from dayzero.weights.writing import DONE_SUFFIX
 
-RELEASE_FOLDER = "release"
 # Beside the release's settings, small files travel along (licence, readme, code); larger ones are no settings.
 MAX_RELEASE_FILE_BYTES = 256 * MIB
 
 
-def artifact_key(source_hash: str, layout: Layout, *, dtype: str | None = None, quantization: str | None = None) -> str:
+def artifact_key(source_hash: str, layout: Layout, changes: Changes = NO_CHANGES) -> str:
     """The name of the artifact of these inputs: the same inputs give the same key anywhere."""
-    identity = {"source": source_hash, "layout": to_dict(layout), "dtype": dtype, "quantization": quantization, "version": 1}
+    identity = {"source": source_hash, "layout": to_dict(layout), "changes": changes.identity, "version": 2}
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def convert(
-    source: Path, model: ModelDescription, layout: Layout, out: Path, *,
-    dtype: str | None = None, progress: Progress | None = None, workers: int = 2,
+    source: Path | str, model: ModelDescription, layout: Layout, out: Path | str, *,
+    changes: Changes = NO_CHANGES, progress: Progress | None = None, workers: int = 2,
+    keep: Path | None = None, spool: Path | None = None,
 ) -> WeightsReport:  # fmt: skip
-    """Write the Artifact of `source` for `layout` to the folder `out`, or reuse the one that is there.
+    """Write the Artifact of `source` for `layout` to the folder or address `out`, or reuse the one that is there.
 
-    dtype: what tensors of the release's main dtype become; None keeps every tensor's stored dtype.
+    changes: what becomes of the numbers; by itself every plain tensor keeps its stored dtype, and codes become plain.
+    keep: a folder that gets a copy of what goes to an address. spool: a folder in which the weights from an address lie until
+    this is done, so that what several ranks need is fetched once.
     Raises DayZeroError for an unsound checkpoint (nothing is then written), a full disk, or an `out` that is something else.
     """
     started = time.monotonic()
-    release = open_release(source)
-    release.require_weights()
-    key = artifact_key(release.source_hash, layout, dtype=dtype)
-    state = json.dumps([to_dict(one) for one in source_files(release)], indent=1) + "\n"
-    with locked_work_folder(out, complete=LAYOUT_FILE) as work:
-        reused = _reusable(out, key, release, state, progress)
-        if reused is not None:
-            shutil.rmtree(work)
-            return _report(out, reused, (), 0, 0, started, reused=True)
-        checkpoint = open_checkpoint(release, model)
-        files, problems = place(checkpoint.views, model, layout, dtype=dtype)
-        if problems:
-            raise damaged(problems, str(source))
-        artifact = _complete(work, key, state)
-        prepare(work, f"{key}\n{state}", keep=artifact is not None)
-        reader = checkpoint.reader()
-        copying = Copying(work, files, reader, made=checkpoint.made, hash_sources=checkpoint.used, progress=progress,
-                          workers=workers)  # fmt: skip
-        if artifact is None:
-            written = copying.run()
-            artifact = _finish(work, key, state, release, model, layout, dtype, checkpoint, copying, written)
-        for scrap in (*work.rglob("*" + DONE_SUFFIX), work / HASHES_FILE, work / KEY_FILE):
-            scrap.unlink(missing_ok=True)
-        sync_tree(work)
-        publish(work, out)
-        return _report(out, artifact, release.problems + checkpoint.warnings + left_out(release), reader.bytes_read,
-                       copying.bytes_written, started)  # fmt: skip
+    with open_source(source, spool=spool, allow_pickle=changes.allow_pickle) as opened:
+        opened.release.require_readable()
+        with open_output(out, complete=LAYOUT_FILE, keep=keep) as output:
+            return _convert(opened, model, layout, str(out), output, changes, progress, workers, started)
 
 
-def _finish(
-    work: Path, key: str, state: str, release: Release, model: ModelDescription, layout: Layout, dtype: str | None,
-    checkpoint: CheckpointSource, copying: Copying, written: list[Written],
-) -> ArtifactLayout:  # fmt: skip
-    """Join the fragments, copy the release's settings, and write layout.json last, all in the work folder."""
-    ledgers, files = [], []
-    for rank in range(layout.num_devices):
-        ones = [one for one, planned in zip(written, copying.files, strict=True) if planned.rank == rank]
-        entries: list[LedgerEntry] = [entry for one in ones for entry in one.entries]
-        ledgers.append(_put(work, f"rank-{rank:05d}/ledger.jsonl", "".join(map(to_line, entries))))
-        files.append(tuple(one.file for one in ones))
-    sources = (
-        SourceTensor(tensor=name, file=entry.file, num_bytes=entry.num_bytes, dtype=entry.dtype, shape=entry.shape,
-                     checksum=copying.source_checksums.get(name, ""), dropped=checkpoint.dropped.get(name))
-        for name, entry in sorted(release.tensors.items())
-    )  # fmt: skip
-    others = [_put(work, SOURCES_FILE, "".join(map(to_line, sources))), _put(work, STATE_FILE, state)]
-    write_record(model, work / MODEL_FILE)
-    others.append(_stored(work, MODEL_FILE))
-    for name in copy_settings(release, work / RELEASE_FOLDER):
-        others.append(_stored(work, f"{RELEASE_FOLDER}/{name}"))
-    artifact = ArtifactLayout(key=key, model=model.name, source_hash=release.source_hash, layout=layout,
-                              dtype=dtype or model.dtype, quantization=None, files=tuple(files), ledgers=tuple(ledgers),
-                              release_files=tuple(others))  # fmt: skip
-    sync_tree(work)
-    write_record(artifact, work / LAYOUT_FILE)
-    write_text_atomic(work / SEAL_FILE, seal(work / LAYOUT_FILE).decode())
-    return artifact
-
-
-def copy_settings(release: Release, folder: Path) -> list[str]:
-    """Config, tokenizer, templates, licence and code of a release, copied and never run."""
-    folder.mkdir(exist_ok=True)
-    names = sorted(
-        name for name in {"config.json", *release.other_files} if release.path(name).stat().st_size <= MAX_RELEASE_FILE_BYTES
+def _convert(
+    source: Source, model: ModelDescription, layout: Layout, out: str, output: Output,
+    changes: Changes, progress: Progress | None, workers: int, started: float,
+) -> WeightsReport:  # fmt: skip
+    release, work, there = source.release, output.work, output.existing()
+    key = artifact_key(release.source_hash, layout, changes)
+    state = json.dumps([to_dict(one) for one in source_files(source)], indent=1) + "\n"
+    if there is not None and (reused := _reusable(out, output, there, key, source, state, progress)) is not None:
+        output.discard()
+        return report(out, there, reused, (), 0, 0, started, reused=True)
+    checkpoint = open_checkpoint(
+        release, model, source.store, decoded=source.decode(model.dtype, upcast_unscaled=changes.upcast_unscaled)
     )
+    published = check_published(source, progress=progress, workers=workers)
+    config = settled_config(release, model, checkpoint, changes)
+    quantized = None
+    if changes.quantize is not None:
+        quantized = quantize_checkpoint(checkpoint, model, changes.quantize)
+        model, checkpoint = quantized.model, quantized.checkpoint
+    files, problems = place(checkpoint.views, model, layout, dtype=changes.dtype)
+    if problems:
+        raise damaged(problems, source.address)
+    artifact = _complete(work, key, state)
+    output.begin(f"{key}\n{state}", keep=artifact is not None)
+    reader = checkpoint.reader()
+    copying = Copying(work, files, reader, made=checkpoint.made, hash_sources=checkpoint.used, progress=progress,
+                      workers=workers, output=output)  # fmt: skip
+    values: tuple[Problem, ...] = ()
+    if artifact is None:
+        with kept_if_sound(output):
+            written = copying.run()
+            values = judge_values(copying.statistics, copying.source_checksums, release.tensors, source.address,
+                                  accept=changes.accept_values)  # fmt: skip
+        sources = source_list(release.tensors, checkpoint.dropped, checkpoint.warnings, copying.source_checksums)
+        artifact = finish(
+            work, key=key, state=state, source_hash=release.source_hash, model=model, layout=layout, dtype=changes.dtype,
+            written=[(planned.rank, one) for planned, one in zip(files, written, strict=True)], sources=sources,
+            settings=copy_settings(release, work / RELEASE_FOLDER, config=config),
+            quantization=quantized.record() if quantized is not None else None,
+        )  # fmt: skip
+    for scrap in (*work.rglob("*" + DONE_SUFFIX), work / HASHES_FILE, work / KEY_FILE):
+        scrap.unlink(missing_ok=True)
+    records = output.seal(_sizes(work, artifact))
+    told = release.problems + checkpoint.warnings + published + values + left_out(release)
+    return report(out, records, artifact, told, reader.bytes_read, copying.bytes_written, started)
+
+
+def settled_config(
+    release: Release, model: ModelDescription, checkpoint: CheckpointSource, changes: Changes
+) -> dict[str, Any] | None:
+    """What the release's config says of its numbers once they are plain, or of another dtype; None where nothing changes."""
+    plain = changes.dtype or (model.dtype if checkpoint.was_coded else None)
+    return None if plain is None else plain_config(release.config, plain)
+
+
+def copy_settings(release: Release, folder: Path, *, config: Mapping[str, Any] | None = None) -> list[str]:
+    """Config, tokenizer, templates, licence and code of a release, copied and never run.
+
+    config: what config.json is to say when it is not to be a copy; settings of stored codes beside it stay behind then.
+    """
+    folder.mkdir(exist_ok=True)
+    small = {name for name in release.other_files if release.path(name).stat().st_size <= MAX_RELEASE_FILE_BYTES}
+    names = sorted(({"config.json"} | small) - (set(QUANTIZATION_FILES) if config is not None else set()))
     for name in names:
         shutil.copyfile(release.path(name), folder / name)
+    if config is not None:
+        write_text_atomic(folder / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     return names
 
 
@@ -133,15 +150,6 @@ def left_out(release: Release) -> tuple[Problem, ...]:
     )
 
 
-def _put(work: Path, name: str, text: str) -> ShardFile:
-    write_text_atomic(work / name, text)
-    return _stored(work, name)
-
-
-def _stored(work: Path, name: str) -> ShardFile:
-    return ShardFile(file=name, num_bytes=(work / name).stat().st_size, checksum=hash_file(work / name, ALGORITHM))
-
-
 def _complete(work: Path, key: str, state: str) -> ArtifactLayout | None:
     """The artifact that an earlier run finished in the work folder and was killed before publishing."""
     if not (work / SEAL_FILE).is_file() or not (work / STATE_FILE).is_file():
@@ -150,38 +158,48 @@ def _complete(work: Path, key: str, state: str) -> ArtifactLayout | None:
     return artifact if artifact.key == key and (work / STATE_FILE).read_text(encoding="utf-8") == state else None
 
 
-def source_files(release: Release) -> list[SourceFile]:
-    return LocalStore(release.folder).states(sorted({entry.file for entry in release.tensors.values()}))
+def _sizes(work: Path, artifact: ArtifactLayout) -> dict[str, int]:
+    """All files of an artifact."""
+    sizes = {one.file: one.num_bytes for one in _listed(artifact)}
+    return sizes | {name: (work / name).stat().st_size for name in (LAYOUT_FILE, SEAL_FILE)}
 
 
-def _reusable(out: Path, key: str, release: Release, state: str, progress: Progress | None) -> ArtifactLayout | None:
-    """The finished artifact at `out` when it is this one, whole in size and made from the source as it is now."""
-    if not (out / LAYOUT_FILE).is_file():
-        return None
-    artifact = read_record(ArtifactLayout, out / LAYOUT_FILE)
+def _listed(artifact: ArtifactLayout) -> list[ShardFile]:
+    return [one for rank in artifact.files for one in rank] + [*artifact.ledgers, *artifact.release_files]
+
+
+def source_files(source: Source) -> list[SourceFile]:
+    return source.store.states(sorted({entry.file for entry in source.release.tensors.values()}))
+
+
+def _reusable(
+    out: str, output: Output, there: Path, key: str, source: Source, state: str, progress: Progress | None
+) -> ArtifactLayout | None:
+    """The finished artifact at `out` when it is this one, whole in size and made from the source as it is now. Its records
+    are in the folder `there`."""
+    artifact = read_record(ArtifactLayout, there / LAYOUT_FILE)
     if artifact.key != key:
         raise DayZeroError(f"{out} holds another artifact", got=f"key {artifact.key} of {artifact.model}", want=f"key {key}",
                            fix="choose another --out or remove it")  # fmt: skip
-    listed = [one for rank in artifact.files for one in rank] + [*artifact.ledgers, *artifact.release_files]
-    for one in listed:
-        if not (out / one.file).is_file() or (out / one.file).stat().st_size != one.num_bytes:
-            return None
-    if (out / STATE_FILE).read_text(encoding="utf-8") == state:
+    if not output.holds(_listed(artifact)):
+        return None
+    if (there / STATE_FILE).read_text(encoding="utf-8") == state:
         return artifact
     # Same headers, other files: the same bytes copied again, or other weights of the same shape. Only reading can tell.
-    return None if source_problems(out, release, progress) else artifact
+    return None if source_problems(there, source.release, progress, source.store) else artifact
 
 
-def _report(
-    out: Path, artifact: ArtifactLayout, problems: tuple[Problem, ...], bytes_read: int, bytes_written: int, started: float,
-    *, reused: bool = False,
+def report(
+    out: str, records: Path, artifact: ArtifactLayout, problems: tuple[Problem, ...], bytes_read: int, bytes_written: int,
+    started: float, *, reused: bool = False,
 ) -> WeightsReport:  # fmt: skip
-    sources = list(read_lines(SourceTensor, out / SOURCES_FILE))
+    """`records`: the folder of the artifact's records."""
+    sources = list(read_lines(SourceTensor, records / SOURCES_FILE))
     dropped = {one.tensor: one.dropped for one in sources if one.dropped is not None}
     filled = len(
-        {json.loads(line)["parameter"] for one in artifact.ledgers for line in (out / one.file).open(encoding="utf-8")}
+        {json.loads(line)["parameter"] for one in artifact.ledgers for line in (records / one.file).open(encoding="utf-8")}
     )
     counts = LedgerCounts(source_bytes=sum(one.num_bytes for one in sources), dropped=dropped, filled_parameters=filled,
                           used_bytes=sum(one.num_bytes for one in sources if one.dropped is None))  # fmt: skip
-    return WeightsReport(artifact=str(out), key=artifact.key, ledger=counts, problems=problems, bytes_read=bytes_read,
+    return WeightsReport(artifact=out, key=artifact.key, ledger=counts, problems=problems, bytes_read=bytes_read,
                          bytes_written=bytes_written, seconds=round(time.monotonic() - started, 3), reused=reused)  # fmt: skip

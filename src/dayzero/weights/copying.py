@@ -14,6 +14,7 @@ import numpy as np
 from dayzero.core.errors import DayZeroError
 from dayzero.core.units import DTYPE_BITS
 from dayzero.weights.algebra import Piece, View, restrict
+from dayzero.weights.one_origin import first_flaw
 from dayzero.weights.reading import SourceReader
 
 # What is gathered at a time: large enough that strided reads have long rows.
@@ -23,6 +24,10 @@ BLOCK_BYTES = 8 * 2**20
 RUN_BYTES = 512 * 2**10
 # Reading a span of which less than 1/16 is wanted costs more than separate reads of its rows, unless it is this small.
 SPARSE_FACTOR, SMALL_SPAN_BYTES = 16, 32 * 2**10
+
+# What a gathered block is filled with beforehand. Conversion and proof use different ones: an element that no copy reached
+# could at most be alike in one of them.
+POISON, PROOF_POISON = 0xA5, 0x5A
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -38,14 +43,19 @@ def element_bytes(dtype: str) -> int:
 class BlockCopier:
     """One thread's buffers. `blocks` yields a tensor's bytes in order; a yielded block is valid until the next."""
 
-    def __init__(self, reader: SourceReader) -> None:
-        self._reader = reader
+    def __init__(self, reader: SourceReader, *, poison: int = POISON) -> None:
+        self._reader, self._poison = reader, poison
         self._out = memoryview(bytearray(BLOCK_BYTES))
         self._scratch = memoryview(bytearray(BLOCK_BYTES))
 
     def blocks(self, view: View) -> Iterator[tuple[int, memoryview]]:
-        """(segment, bytes) pairs; see `segments`."""
+        """(segment, bytes) pairs; see `segments`. Raises DayZeroError before the first block where an element of the view
+        has no origin or two: a hole would be filled with whatever the buffer held."""
         pieces = linear_pieces(view)
+        if (flaw := first_flaw(pieces, view.num_elements)) is not None:
+            raise DayZeroError("a tensor would be written with elements of no known origin",
+                               got=f"{flaw[1]} sources for element {flaw[0]} of {view.num_elements} (shape {view.shape})",
+                               want="exactly one", fix="report this: the mapping of this checkpoint is wrong")  # fmt: skip
         if all(is_run(piece) for piece in pieces):
             for number, piece in enumerate(pieces):
                 size = element_bytes(piece.dtype)
@@ -62,6 +72,7 @@ class BlockCopier:
             stop = min(start + per_block, view.num_elements)
             block = self._out[: (stop - start) * size]
             target = np.frombuffer(block, dtype=_UNSIGNED[size])
+            np.frombuffer(block, dtype=np.uint8).fill(self._poison)
             filled = 0
             for index in np.nonzero((low < stop) & (high >= start))[0]:
                 for part in restrict(pieces[index], 0, start, stop):
@@ -77,7 +88,7 @@ class BlockCopier:
             return
         # Gathered densely in the source's dtype first, then cast, then placed.
         size = element_bytes(piece.dtype)
-        dense = np.empty(piece.num_elements, dtype=_UNSIGNED[size])
+        dense = np.full(piece.num_elements * size, self._poison, dtype=np.uint8).view(_UNSIGNED[size])
         order = sorted(piece.digits, key=lambda digit: -digit.step)
         steps, step = {}, 1
         for digit in reversed(order):

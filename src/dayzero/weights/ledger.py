@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,8 @@ ALGORITHM = "sha256"  # of those in hashlib the fastest here together with blake
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTensor:
-    """One tensor of the checkpoint. `dropped` says why it was left out (then its bytes were not read: no checksum)."""
+    """One tensor of the checkpoint. `dropped` says why it was left out (then its bytes were not read: no checksum), and
+    `partly_used` why some of its elements reach no parameter (padding that a conversion cuts off)."""
 
     __pydantic_config__ = STRICT
     tensor: str
@@ -39,6 +40,7 @@ class SourceTensor:
     shape: tuple[int, ...]
     checksum: str
     dropped: str | None = None
+    partly_used: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -137,20 +139,114 @@ def _ordered(piece: Piece) -> Piece:
     return Piece(piece.source, piece.dtype, piece.offset, piece.base, digits)
 
 
+def operation_of(entry: SourceRange) -> str | None:
+    """What made these elements of whole tensors ("computed:...", "dequantize:..."), or None where they were only moved."""
+    first = entry.transforms[0] if entry.transforms else ""
+    return first if first and not first.startswith(("strided:", "cast:")) else None
+
+
 def piece_of_range(entry: SourceRange, source: TensorEntry) -> Piece | None:
     """The inverse of `source_range`; None when the line does not describe a piece of this source."""
-    casts = tuple(text.removeprefix("cast:") for text in entry.transforms if text.startswith("cast:"))
     nest = next((text for text in entry.transforms if text.startswith("strided:")), None)
-    if nest is None:
-        piece = piece_of_boxes(entry.tensor, source.dtype, source.shape, entry.box, entry.into)
-        return None if piece is None else Piece(piece.source, piece.dtype, piece.offset, piece.base, piece.digits, casts)
-    _, offset, loops = nest.split(":", 2)
-    digits = []
-    for loop in loops.split(";") if loops else []:
-        dim, _, numbers = loop.partition(":")
-        size, step, stride = (int(number) for number in numbers.split(","))
-        digits.append(Digit(size, int(dim), step, stride))
-    return Piece(entry.tensor, source.dtype, int(offset), tuple(start for start, _ in entry.into), tuple(digits), casts)
+    casts = _casts(entry)
+    if nest is not None:
+        return _nested(entry, source.dtype, nest)
+    if len(entry.box) != len(source.shape) or not all(
+        0 <= start < stop <= size for (start, stop), size in zip(entry.box, source.shape, strict=True)
+    ):
+        return None
+    piece = piece_of_boxes(entry.tensor, source.dtype, source.shape, entry.box, entry.into)
+    return None if piece is None else Piece(piece.source, piece.dtype, piece.offset, piece.base, piece.digits, casts)
+
+
+def pieces_of_entry(entry: LedgerEntry, sources: Mapping[str, SourceTensor]) -> list[Piece] | str:
+    """All pieces of a stored tensor, or what a line of it fails to describe.
+
+    Ranges that an operation made share one piece for all the tensors it was made of; its source is the operation with
+    their names, and its own offsets are not known. Every piece lies inside its tensor and its source, its loops nested.
+    """
+    pieces: dict[tuple, Piece] = {}
+    operands: dict[tuple, list[str]] = {}
+    for number, one in enumerate(entry.sources):
+        source = sources.get(one.tensor)
+        if source is None:
+            return f"names {one.tensor}, which is no source tensor"
+        made = operation_of(one)
+        piece = piece_of_range(one, entry_of(source)) if made is None else _made_piece(one, entry.dtype)
+        num_elements = prod(source.shape) if made is None else None
+        if piece is None or not is_sound(piece, entry.shape, num_elements):
+            return f"does not describe a part of {one.tensor}"
+        if (piece.casts[-1] if piece.casts else piece.dtype) != entry.dtype:
+            return f"takes {piece.dtype} of {one.tensor} for {entry.dtype}"
+        key = (number,) if made is None else (one.transforms, one.into)
+        pieces[key] = piece
+        operands.setdefault(key, []).append(one.tensor)
+    return [
+        piece if len(key) == 1 else replace(piece, source=f"{piece.source}({', '.join(operands[key])})")
+        for key, piece in pieces.items()
+    ]
+
+
+def _made_piece(entry: SourceRange, dtype: str) -> Piece | None:
+    """Where the elements land that an operation made. Its result's own dtype is not recorded: the stored one stands for it."""
+    nest = next((text for text in entry.transforms if text.startswith("strided:")), None)
+    if nest is not None:
+        piece = _nested(entry, dtype, nest)
+    elif any(stop <= start for start, stop in entry.into):
+        return None
+    else:
+        piece = View.of("", tuple(stop - start for start, stop in entry.into), dtype).pieces[0]
+        piece = replace(piece, base=tuple(start for start, _ in entry.into))
+    return None if piece is None else replace(piece, source=entry.transforms[0], casts=())
+
+
+def _nested(entry: SourceRange, dtype: str, nest: str) -> Piece | None:
+    try:
+        _, offset, loops = nest.split(":", 2)
+        digits = []
+        for loop in loops.split(";") if loops else []:
+            dim, _, numbers = loop.partition(":")
+            size, step, stride = (int(number) for number in numbers.split(","))
+            digits.append(Digit(size, int(dim), step, stride))
+        return Piece(entry.tensor, dtype, int(offset), tuple(start for start, _ in entry.into), tuple(digits), _casts(entry))
+    except ValueError:
+        return None  # the caller says which line describes nothing
+
+
+def _casts(entry: SourceRange) -> tuple[str, ...]:
+    return tuple(text.removeprefix("cast:") for text in entry.transforms if text.startswith("cast:"))
+
+
+def is_sound(piece: Piece, shape: tuple[int, ...], num_source_elements: int | None) -> bool:
+    """Whether a piece lies inside a target of this shape and inside its source, and reaches no element of either twice."""
+    if len(piece.base) != len(shape) or any(digit.size < 2 or not 0 <= digit.dim < len(shape) for digit in piece.digits):
+        return False
+    loops = [[(digit.step, digit.size) for digit in piece.digits if digit.dim == dim] for dim in range(len(shape))]
+    if not all(_once(one) and base >= 0 and base + _reach(one) < size
+               for one, base, size in zip(loops, piece.base, shape, strict=True)):  # fmt: skip
+        return False
+    strides = [(digit.stride, digit.size) for digit in piece.digits]
+    return num_source_elements is None or (
+        _once(strides) and piece.offset >= 0 and piece.offset + _reach(strides) < num_source_elements
+    )
+
+
+def _reach(loops: list[tuple[int, int]]) -> int:
+    return sum(step * (size - 1) for step, size in loops)
+
+
+def _once(loops: list[tuple[int, int]]) -> bool:
+    """Whether loops (step, size) nest: each step is larger than all smaller loops together."""
+    reach = 0
+    for step, size in sorted(loops):
+        if step <= reach:
+            return False
+        reach += step * (size - 1)
+    return True
+
+
+def entry_of(source: SourceTensor) -> TensorEntry:
+    return TensorEntry(file=source.file, dtype=source.dtype, shape=source.shape, begin=0, end=source.num_bytes)
 
 
 def to_line(record: Any) -> str:

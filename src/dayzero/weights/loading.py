@@ -14,14 +14,15 @@ import torch
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Problem
+from dayzero.model.headers import TensorEntry
 from dayzero.model.release import Release, damaged
 from dayzero.model.resolve import resolve
 from dayzero.weights.algebra import View
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.decoding import Decoder
 from dayzero.weights.mapping import CheckpointMap, ComputedGroup, map_checkpoint
-from dayzero.weights.reading import LocalStore, SourceReader
-from dayzero.weights.stored_forms import decode_stored
+from dayzero.weights.reading import ByteStore, LocalStore, SourceReader
+from dayzero.weights.stored_forms import Decoded, decode_stored, is_quantized
 from dayzero.weights.symbolic import torch_dtype
 from dayzero.weights.writing import MadeSource
 
@@ -33,6 +34,7 @@ class CheckpointSource:
     """`views` by parameter, over stored tensors and what is `made` of them; `used` and `dropped` cover all stored tensors."""
 
     release: Release
+    store: ByteStore
     views: dict[str, View]
     decoders: dict[str, Decoder]
     made: dict[str, MadeSource]
@@ -40,14 +42,23 @@ class CheckpointSource:
     used: frozenset[str]
     dropped: dict[str, str]
     warnings: tuple[Problem, ...]
+    tensors: dict[str, TensorEntry]  # the checkpoint in plain numbers, by the names a plain one has
+    was_coded: bool = False  # whether the release stored codes, or says so
+    transposed: frozenset[str] = frozenset()  # parameters that the class keeps as [..., input, output]
 
     def reader(self) -> SourceReader:
-        return SourceReader(LocalStore(self.release.folder), self.release.tensors, decoders=self.decoders, compute=self.compute)
+        return SourceReader(self.store, self.release.tensors, decoders=self.decoders, compute=self.compute)
 
 
-def open_checkpoint(release: Release, model: ModelDescription) -> CheckpointSource:
-    """Raises DayZeroError listing everything wrong: unfilled parameters, unused tensors, shapes, tied weights that differ."""
-    decoded = decode_stored(release, model.dtype)
+def open_checkpoint(
+    release: Release, model: ModelDescription, store: ByteStore | None = None, *, decoded: Decoded | None = None
+) -> CheckpointSource:
+    """`store`: what the weights are read through, where that is not the release's folder. decoded: the release in plain
+    numbers, where that is known already.
+
+    Raises DayZeroError listing everything wrong: unfilled parameters, unused tensors, shapes, tied weights that differ."""
+    was_coded = is_quantized(release) if decoded is None else bool(decoded.decoders) or is_quantized(release)
+    decoded = decoded or decode_stored(release, model.dtype, store=store)
     resolved = resolve(release)
     if isinstance(resolved, Problem):
         raise DayZeroError(f"{release.name} cannot be converted", got=resolved.detail,
@@ -55,16 +66,16 @@ def open_checkpoint(release: Release, model: ModelDescription) -> CheckpointSour
                            fix="install a transformers that has it: the release's own code only describes it")  # fmt: skip
     instance = resolved.build(torch_dtype(model.dtype))
     found = map_checkpoint(instance, decoded.tensors, num_mtp_layers=model.dimensions.num_mtp_layers)
-    reader = SourceReader(LocalStore(release.folder), release.tensors, decoders=decoded.decoders)
-    problems = [*decoded.problems, *found.problems, *_tied_differences(reader, found)]
+    store = store or LocalStore(release.folder)
+    reader = SourceReader(store, release.tensors, decoders=decoded.decoders)
+    problems = [*release.errors, *decoded.problems, *found.problems, *_tied_differences(reader, found)]
     if errors := [problem for problem in problems if problem.severity == "error"]:
         raise damaged(errors, str(release.folder))
 
     def read(name: str) -> torch.Tensor:
         entry = decoded.tensors[name]
         data = bytearray(entry.num_bytes)
-        with reader:
-            reader.read_into(name, 0, memoryview(data))
+        reader.read_into(name, 0, memoryview(data))  # others may be reading from the same store: it stays open
         return torch.frombuffer(data, dtype=torch_dtype(entry.dtype)).reshape(entry.shape) if data else torch.empty(entry.shape)
 
     def compute(source: str) -> dict[str, np.ndarray]:
@@ -91,8 +102,26 @@ def open_checkpoint(release: Release, model: ModelDescription) -> CheckpointSour
     )  # fmt: skip
     used = frozenset(stored(found.used))
     dropped = {one: reason for name, reason in found.dropped.items() for one in stored([name]) if one not in used}
-    return CheckpointSource(release=release, views=found.views, decoders=decoded.decoders, made=made, compute=compute,
-                            used=used, dropped=dropped, warnings=warnings)  # fmt: skip
+    dropped |= decoded.dropped
+    return CheckpointSource(release=release, store=store, views=found.views, decoders=decoded.decoders, made=made,
+                            compute=compute, used=used, dropped=dropped, warnings=warnings, tensors=decoded.tensors,
+                            was_coded=was_coded, transposed=transposed_parameters(instance, model))  # fmt: skip
+
+
+def transposed_parameters(instance: torch.nn.Module, model: ModelDescription) -> frozenset[str]:
+    """Stacked experts that the class multiplies from the right: as it says itself, or where only that fits its width."""
+    hidden, found = model.dimensions.hidden_size, set()
+    for parameter in model.parameters:
+        if parameter.role != "expert" or len(parameter.shape) != 3:
+            continue
+        owner, _, leaf = parameter.name.rpartition(".")
+        said = getattr(instance.get_submodule(owner), "is_transposed", None)
+        rows, columns = parameter.shape[1:]
+        out = "down" in leaf or "output" in leaf  # what leads back to the model's width
+        fits = rows != columns and (columns == hidden if out else rows == hidden)
+        if said if said is not None else fits:
+            found.add(parameter.name)
+    return frozenset(found)
 
 
 def _operation(group: ComputedGroup) -> str:

@@ -23,6 +23,14 @@ from dayzero.weights.ledger import SourceFile
 DECODE_BYTES = 4 * 2**20
 
 
+class UnsoundSource(DayZeroError):
+    """What is stored cannot be right: no second try will do better, and nothing made of it is worth keeping."""
+
+
+class ReadFailure(DayZeroError):
+    """A file or object could not be read: another try may."""
+
+
 class ByteStore(Protocol):
     """Files of one place, read by ranges from several threads."""
 
@@ -117,14 +125,14 @@ class SourceReader:
         try:
             self.store.read_into(entry.file, entry.begin + offset, target)
         except DayZeroError as error:
-            raise DayZeroError(f"{error.what}, inside {name}", got=error.got, want=error.want, fix=error.fix) from error
+            raise ReadFailure(f"{error.what}, inside {name}", got=error.got, want=error.want, fix=error.fix) from error
         with self._lock:
             self.bytes_read += len(target)
 
     def _decode_into(self, decoder: Decoder, offset: int, target: memoryview) -> None:
         row_bytes = decoder.num_bytes // max(decoder.rows, 1)
         step = decoder.row_step
-        per = max(step, DECODE_BYTES // max(row_bytes, 1) // step * step)
+        per = max(step, DECODE_BYTES // max(row_bytes + decoder.work_bytes, 1) // step * step)
         done = 0
         while done < len(target):
             start = (offset + done) // row_bytes // per * per
@@ -140,7 +148,12 @@ class SourceReader:
         if kept is None or kept[0] != (decoder.name, start, stop):
             import torch
 
-            made = decoder.decode(self._read_some, start, stop)
+            try:
+                made = decoder.decode(self._read_some, start, stop)
+            except DayZeroError as error:
+                if isinstance(error, (ReadFailure, UnsoundSource)):
+                    raise
+                raise UnsoundSource(error.what, got=error.got, want=error.want, fix=error.fix) from error
             assert tuple(made.shape) == (stop - start, decoder.columns), (decoder.name, made.shape, start, stop)
             data = made.contiguous().reshape(-1).view(torch.uint8).numpy().data
             self._local.rows = kept = ((decoder.name, start, stop), data)

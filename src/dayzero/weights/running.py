@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from dayzero.core.errors import DayZeroError
+from dayzero.core.records import from_dict, to_dict
 from dayzero.core.runstore import free_bytes
 from dayzero.core.units import MIB, format_bytes
+from dayzero.weights.census import TensorCensus, TensorStatistics
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.files import Progress
 from dayzero.weights.placement import StoredFile
+from dayzero.weights.publishing import Output
 from dayzero.weights.reading import SourceReader
 from dayzero.weights.writing import MadeSource, Stopped, Written, finished, hash_source, write_file
 
@@ -30,25 +33,29 @@ class Copying:
     def __init__(
         self, work: Path, files: tuple[StoredFile, ...], reader: SourceReader, *,
         made: Mapping[str, MadeSource] | None = None, hash_sources: Iterable[str] = (),
-        progress: Progress | None = None, workers: int = 2,
+        progress: Progress | None = None, workers: int = 2, output: Output | None = None,
     ) -> None:  # fmt: skip
+        """`output`: where finished files go, if they are not simply to lie in `work`."""
         self.work, self.files, self.reader = work, files, reader
         self._made, self._hash_sources = made or {}, frozenset(hash_sources)
         self.bytes_written = 0
         self.source_checksums: dict[str, str] = {}
-        self._progress, self._workers = progress, max(1, workers)
+        self.statistics: dict[str, TensorStatistics] = {}  # of source tensors
+        self._watched: set[str] = set()
+        self._progress, self._workers, self._output = progress, max(1, workers), output
         self._stop, self._lock, self._local = threading.Event(), threading.Lock(), threading.local()
         self._done, self._total = 0, sum(file.num_bytes for file in files)
 
     def run(self) -> list[Written]:
-        check_room(
-            self.work,
-            self._total - sum((self.work / f.file).stat().st_size for f in self.files if (self.work / f.file).is_file()),
-        )
+        # Files that go elsewhere when they are finished: no more of them than threads lie here at a time.
+        passing = self._output is not None and not self._output.keeps_files
+        held = sorted(self.files, key=lambda file: file.num_bytes)[-self._workers :] if passing else self.files
+        check_room(self.work, sum(f.num_bytes - _size(self.work / f.file) for f in held))
         with self.reader, ThreadPoolExecutor(self._workers, thread_name_prefix="convert") as pool:
             written = self._all(pool, [pool.submit(self._file, planned) for planned in self.files])
             for one in written:
                 self.source_checksums.update(one.sources)
+                self.statistics.update(one.statistics)
             self._hash_rest(pool)
         return written
 
@@ -70,12 +77,32 @@ class Copying:
         pool.shutdown(wait=True, cancel_futures=True)
 
     def _file(self, planned: StoredFile) -> Written:
-        earlier = finished(self.work, planned, self._stop)
+        output = self._output
+        earlier = finished(self.work, planned, self._stop) if output is None else output.finished(planned, self._stop)
         if earlier is not None:
             self._advance(planned.num_bytes, written=False)
             return earlier
-        return write_file(self.work, planned, self._copier(), self.reader, made=self._made, stop=self._stop,
-                          advance=self._advance)  # fmt: skip
+        self._announce(source_ranges(planned, self.reader, self._made))
+        written = write_file(self.work, planned, self._copier(), self.reader, made=self._made, stop=self._stop,
+                             advance=self._advance, census=self._census)  # fmt: skip
+        if output is not None:
+            output.store(planned, written)
+        return written
+
+    def _announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
+        """Tell a store that fetches ahead what this thread is going to read; a folder has no use for it."""
+        expect = getattr(self.reader.store, "expect", None)
+        if expect is not None:
+            expect(ranges)
+
+    def _census(self, name: str) -> TensorCensus | None:
+        """What looks at a source tensor's values, for the first who asks: a replica need not be looked at again."""
+        with self._lock:
+            if name in self._watched:
+                return None
+            self._watched.add(name)
+        entry = self.reader.entry(name)
+        return TensorCensus(name, entry.dtype, entry.shape)
 
     def _copier(self) -> BlockCopier:
         if not hasattr(self._local, "copier"):
@@ -95,18 +122,42 @@ class Copying:
         if store.exists():
             for line in store.read_text(encoding="utf-8").splitlines():
                 if line.endswith("]"):  # a line cut by a crash is hashed again
-                    name, checksum = json.loads(line)
+                    name, checksum, statistics = json.loads(line)
                     self.source_checksums[name] = checksum
+                    self.statistics[name] = from_dict(TensorStatistics, statistics, source=HASHES_FILE)
         rest = sorted(self._hash_sources - set(self.source_checksums), key=lambda name: (self.reader.entry(name).file, name))
         self._total += sum(self.reader.entry(name).num_bytes for name in rest)
 
         def hash_one(name: str) -> None:
-            checksum = hash_source(self.reader, name, self._stop, lambda count: self._advance(count, written=False))
+            entry = self.reader.entry(name)
+            self._announce([(entry.file, entry.begin, entry.end)])
+            census = TensorCensus(name, entry.dtype, entry.shape)
+            checksum = hash_source(self.reader, name, self._stop, lambda count: self._advance(count, written=False), census)
+            statistics = census.finish()
             with self._lock, store.open("a", encoding="utf-8") as file:
-                self.source_checksums[name] = checksum
-                file.write(json.dumps([name, checksum]) + "\n")
+                self.source_checksums[name], self.statistics[name] = checksum, statistics
+                file.write(json.dumps([name, checksum, to_dict(statistics)]) + "\n")
 
         self._all(pool, [pool.submit(hash_one, name) for name in rest])
+
+
+def source_ranges(
+    planned: StoredFile, reader: SourceReader, made: Mapping[str, MadeSource]
+) -> Iterator[tuple[str, int, int]]:  # fmt: skip
+    """(file, begin, end) of the source bytes behind a file, in the order of its tensors; gaps within a range are not told."""
+    for tensor in planned.tensors:
+        for piece in sorted(tensor.view.pieces, key=lambda piece: piece.base):
+            if (decoder := reader.decoders.get(piece.source)) is not None:
+                yield from ((entry.file, entry.begin, entry.end) for entry in map(reader.entry, decoder.sources))
+            elif piece.source not in made:
+                entry = reader.entry(piece.source)
+                size = entry.num_bytes // max(entry.num_elements, 1)
+                last = piece.offset + sum((digit.size - 1) * digit.stride for digit in piece.digits)
+                yield entry.file, entry.begin + piece.offset * size, entry.begin + (last + 1) * size
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else 0
 
 
 def check_room(work: Path, needed: int) -> None:

@@ -1,34 +1,35 @@
 """An Artifact in; everything wrong with it out, proved without the run that made it.
 
-Every file is reread against its checksums (headers byte by byte, tensors by the ledger's), so one flipped bit anywhere is
-found and named. For each rank the ledger must hold exactly the parameters that the layout assigns, in the right shapes, and
-each stored element must have exactly one origin. With the source, its tensors are hashed again too, and each must be used
-or dropped for a reason. Nothing is repaired here.
+Three steps, each only where the one before found nothing. Files: every byte is reread against its checksum (headers byte by
+byte, tensors by the ledger's), so one flipped bit anywhere is found and named. Conservation (`proof`): each rank holds what
+the layout assigns to it, replicas agree, and every source element reaches its place once. Meaning (`expected`): mapping and
+placement are made anew and every ledger line is compared; with the source, its tensors are hashed again and every stored
+one is gathered again. Nothing is repaired here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable
-from math import prod
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from dayzero.core.artifact import ArtifactLayout, LedgerEntry, ShardFile
 from dayzero.core.errors import DayZeroError
-from dayzero.core.model import ModelDescription, Problem
+from dayzero.core.model import ModelDescription, Parameter, Problem
 from dayzero.core.records import read_record
-from dayzero.core.sharding import local_shape
-from dayzero.core.units import tensor_bytes
-from dayzero.model.headers import TensorEntry, read_header
-from dayzero.model.release import Release, open_release
-from dayzero.weights.algebra import Piece, View
-from dayzero.weights.copying import is_run, linear_pieces
+from dayzero.core.sharding import Box, local_shape
+from dayzero.model.release import Release
+from dayzero.weights.expected import WORKERS, ByteProof, Expected, changed_sources, expect
 from dayzero.weights.files import Progress, hash_file
-from dayzero.weights.ledger import SourceTensor, file_checksum, piece_of_range, read_lines
+from dayzero.weights.ledger import SourceTensor, operation_of, read_lines
 from dayzero.weights.placement import is_optional, owned_parameters
-from dayzero.weights.writing import hash_runs
+from dayzero.weights.proof import Conservation, place_of, problem
+from dayzero.weights.reading import ByteStore, LocalStore, SourceReader
+from dayzero.weights.shards import shard_problems
+from dayzero.weights.stores import Source, open_source
 
 LAYOUT_FILE, MODEL_FILE, SOURCES_FILE, STATE_FILE = "layout.json", "model.json", "sources.jsonl", "source_files.json"
 
@@ -36,57 +37,103 @@ LAYOUT_FILE, MODEL_FILE, SOURCES_FILE, STATE_FILE = "layout.json", "model.json",
 SEAL_FILE = "layout.sha256"  # of layout.json, which holds everything else's
 
 
-def seal(layout: Path) -> bytes:
-    """What `layout.sha256` must hold, in sha256sum's format."""
-    return f"{hash_file(layout).removeprefix('sha256:')}  {LAYOUT_FILE}\n".encode()
+def seal(record: Path) -> bytes:
+    """What the file with a record's checksum must hold, in sha256sum's format."""
+    return f"{hash_file(record).removeprefix('sha256:')}  {record.name}\n".encode()
 
 
-def verify(folder: Path, source: Path | None = None, *, progress: Progress | None = None) -> tuple[Problem, ...]:
-    """Everything wrong with the artifact; with `source` also whether it was made of that release as it is now."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verification:
+    """`proved` and `not_proved` say in words what was shown and what could not be, and why."""
+
+    problems: tuple[Problem, ...]
+    proved: tuple[str, ...] = ()
+    not_proved: tuple[str, ...] = ()
+
+
+def verify(folder: Path, source: Path | str | None = None, *, progress: Progress | None = None) -> tuple[Problem, ...]:
+    """Everything wrong with the artifact; with `source` also whether it is what that release gives as it is now."""
+    return prove(folder, source, progress=progress).problems
+
+
+def prove(folder: Path, source: Path | str | None = None, *, progress: Progress | None = None) -> Verification:
+    """`verify`, with what was and was not shown. `source`: a folder or an address.
+
+    Raises DayZeroError when the folder is no finished artifact, or there is no release at `source`.
+    """
     if not (folder / LAYOUT_FILE).is_file():
         raise DayZeroError(f"{folder} is not an artifact", got=f"no {LAYOUT_FILE} in it",
                            want="a folder written by `dayzero convert`",
                            fix="convert again: an artifact without it is not finished")  # fmt: skip
     if not (folder / SEAL_FILE).is_file() or (folder / SEAL_FILE).read_bytes() != seal(folder / LAYOUT_FILE):
-        return (_problem("checksum", f"{LAYOUT_FILE} is not what {SEAL_FILE} says", LAYOUT_FILE),)
-    try:
-        artifact = read_record(ArtifactLayout, folder / LAYOUT_FILE)
-    except DayZeroError as error:
-        return (_problem("damaged_record", f"{error.what}: {error.got}", LAYOUT_FILE),)
-    checker = _Checker(folder, artifact, progress)
-    checker.run()
-    if source is not None and not checker.broken:
-        release = open_release(source)
-        checker.problems += [problem for problem in release.problems if problem.severity == "error"]
-        checker.problems += source_problems(folder, release, progress)
-    return tuple(checker.problems)
+        return Verification(problems=(problem("checksum", f"{LAYOUT_FILE} is not what {SEAL_FILE} says", LAYOUT_FILE),))
+    with contextlib.ExitStack() as stack:
+        opened = None if source is None else stack.enter_context(open_source(source))
+        try:
+            checker = _Checker(folder, read_record(ArtifactLayout, folder / LAYOUT_FILE), progress)
+            checker.check_artifact()
+        except DayZeroError as error:  # a record whose checksum is right and which is no record
+            return Verification(problems=(problem("damaged_record", f"{error.what}: {error.got}", LAYOUT_FILE),))
+        checker.check_meaning(opened)
+    return Verification(problems=tuple(checker.problems), proved=tuple(checker.proved), not_proved=tuple(checker.not_proved))
 
 
 class _Checker:
     def __init__(self, folder: Path, artifact: ArtifactLayout, progress: Progress | None) -> None:
         self.folder, self.artifact, self.progress = folder, artifact, progress
         self.problems: list[Problem] = []
-        self.broken = False  # a record that others rest on cannot be read
-        self._done = 0
+        self.proved: list[str] = []
+        self.not_proved: list[str] = []
+        self.sources: dict[str, SourceTensor] = {}
+        self._is_sound = False
+        self._made: set[str] = set()  # operations that the ledgers name
+        self._lock, self._done = threading.Lock(), 0
         self._total = sum(one.num_bytes for rank in artifact.files for one in rank)
 
-    def run(self) -> None:
+    def check_artifact(self) -> None:
+        """Everything that needs neither the source nor the model's class."""
         self._unlisted()
-        self._records()
-        if self.broken:
+        if not self._records():
+            self.not_proved.append("anything more: a record that the proof rests on is damaged")
             return
-        model = read_record(ModelDescription, self.folder / MODEL_FILE)
+        self.model = read_record(ModelDescription, self.folder / MODEL_FILE)
         self.sources = {one.tensor: one for one in read_lines(SourceTensor, self.folder / SOURCES_FILE)}
-        used: set[str] = set()
-        for rank, files in enumerate(self.artifact.files):
-            used |= self._rank(rank, files, model)
-        for name, one in self.sources.items():
-            if (one.dropped is None) != (name in used):
-                state = "used nowhere and not listed as dropped" if one.dropped is None else "listed as dropped and used"
-                self._note("conservation", f"source tensor {name} is {state}", SOURCES_FILE, name)
+        if len(self.artifact.files) != self.artifact.layout.num_devices or len(self.artifact.ledgers) != len(
+            self.artifact.files
+        ):
+            self._note("ledger", f"{LAYOUT_FILE} lists {len(self.artifact.files)} ranks and {len(self.artifact.ledgers)} "
+                       f"ledgers for a layout of {self.artifact.layout.num_devices}", LAYOUT_FILE)  # fmt: skip
+            return
+        with ThreadPoolExecutor(WORKERS, thread_name_prefix="verify") as pool:
+            for rank, files in enumerate(self.artifact.files):
+                self._shards(rank, files, pool)
+        if not self.problems:
+            self.proved.append("every file is what its checksum says")
+            self._conservation()
+        self._is_sound = not self.problems
+        if self._is_sound:
+            made = " (tensors that an operation made: followed to the whole tensors it was given)" if self._made else ""
+            self.proved.append(f"every element of every rank has one origin, and every source element reaches its places{made}")
+
+    def check_meaning(self, source: Source | None) -> None:
+        """Whether it is the artifact that its source ought to give. Raises DayZeroError where the source cannot be read."""
+        if source is not None and source.release.errors:
+            self.problems += source.release.errors
+        elif self._is_sound:
+            self._meaning(source)
+        elif source is not None and self.sources:
+            self.problems += source_problems(self.folder, source.release, self.progress, source.store)
 
     def _note(self, kind: str, detail: str, file: str | None = None, tensor: str | None = None) -> None:
-        self.problems.append(_problem(kind, detail, file, tensor))
+        self.problems.append(problem(kind, detail, file, tensor))
+
+    def _advance(self, num_bytes: int) -> None:
+        with self._lock:
+            self._done += num_bytes
+            if self.progress:
+                self.progress("verifying", self._done, self._total)
+
+    # --- files -----------------------------------------------------------------------------------------------------------
 
     def _unlisted(self) -> None:
         """Files in the folder that layout.json does not know: harmless, and not what was published."""
@@ -99,27 +146,32 @@ class _Checker:
                 if file not in listed:
                     self._note("unlisted_file", f"{file} is not part of the artifact", file)
 
-    def _records(self) -> None:
+    def _records(self) -> bool:
+        """Ledgers and settings against their checksums; whether those that the proof rests on are whole."""
+        whole = True
         for one in (*self.artifact.ledgers, *self.artifact.release_files):
             path = self.folder / one.file
             if not path.is_file():
                 self._note("missing_file", f"{one.file} is missing", one.file)
-            elif (found := hash_file(path)) != one.checksum:
+            elif (found := hash_file(path)) != one.checksum or path.stat().st_size != one.num_bytes:
                 self._note("checksum", f"{one.file} has changed: {found}, not {one.checksum}", one.file)
             else:
                 continue
-            self.broken = self.broken or not one.file.startswith("release/")
+            whole = whole and one.file.startswith("release/")
+        return whole
 
-    def _rank(self, rank: int, files: tuple[ShardFile, ...], model: ModelDescription) -> set[str]:
-        """One rank's shards and ledger; returns the source tensors used."""
-        wanted = {
-            parameter.name: (parameter, boxes) for parameter, boxes in owned_parameters(model, self.artifact.layout, rank)
-        }  # fmt: skip
+    def _entries(self, rank: int) -> list[LedgerEntry]:
+        return list(read_lines(LedgerEntry, self.folder / self.artifact.ledgers[rank].file))
+
+    def _wanted(self, rank: int) -> dict[str, tuple[Parameter, tuple[Box, ...]]]:
+        return {one.name: (one, boxes) for one, boxes in owned_parameters(self.model, self.artifact.layout, rank)}
+
+    def _shards(self, rank: int, files: tuple[ShardFile, ...], pool: ThreadPoolExecutor) -> None:
+        """One rank's ledger against the layout's list, and its shards against the ledger."""
+        wanted, ledger = self._wanted(rank), self.artifact.ledgers[rank].file
         by_file: dict[str, list[LedgerEntry]] = {one.file: [] for one in files}
-        used: set[str] = set()
         seen: set[str] = set()
-        for entry in read_lines(LedgerEntry, self.folder / self.artifact.ledgers[rank].file):
-            used.update(one.tensor for one in entry.sources)
+        for entry in self._entries(rank):
             if entry.file not in by_file or entry.parameter in seen:
                 detail = f"rank {rank}: {entry.parameter} is listed twice or in an unknown file"
                 self._note("ledger", detail, entry.file, entry.parameter)
@@ -127,156 +179,104 @@ class _Checker:
             seen.add(entry.parameter)
             by_file[entry.file].append(entry)
             if entry.parameter not in wanted:
-                detail = f"rank {rank} stores {entry.parameter}, which the layout does not assign to it"
+                detail = f"{place_of(rank, entry, 0)}: {entry.parameter} is not assigned to this rank by the layout"
                 self._note("coverage", detail, entry.file, entry.parameter)
                 continue
             parameter, boxes = wanted[entry.parameter]
-            shape = local_shape(boxes, parameter.shard.tensor_dim)
-            if entry.shape != shape:
-                detail = f"rank {rank}: {entry.parameter} is {list(entry.shape)}, the layout says {list(shape)}"
+            if entry.shape != (shape := local_shape(boxes, parameter.shard.tensor_dim)):
+                detail = f"{place_of(rank, entry, 0)}: {entry.parameter} is {list(entry.shape)}, the layout says {list(shape)}"
                 self._note("coverage", detail, entry.file, entry.parameter)
-            self._origins(entry)
         for name in sorted(name for name in wanted.keys() - seen if not is_optional(wanted[name][0])):
-            self._note("coverage", f"rank {rank} lacks {name}", self.artifact.ledgers[rank].file, name)
-        for one in files:
-            self._shard(one, by_file[one.file])
-        return used
+            self._note("coverage", f"rank {rank} lacks {name}", ledger, name)
 
-    def _origins(self, entry: LedgerEntry) -> None:
-        """Each element of a stored tensor comes from exactly one place."""
-        if any(text.startswith("computed:") for one in entry.sources for text in one.transforms):
-            return  # made by an operation of all its sources at once
-        pieces = self._pieces(entry)
-        if pieces is None:
-            return
-        covered = sum(piece.num_elements for piece in pieces)
-        if covered != prod(entry.shape) or not disjoint(pieces, entry.shape):
-            detail = f"{entry.parameter}: its sources cover {covered} of {prod(entry.shape)} elements, or some twice"
-            self._note("conservation", detail, entry.file, entry.parameter)
+        def check(one: ShardFile) -> list[Problem]:
+            return shard_problems(self.folder / one.file, one, by_file[one.file], self.sources, self._advance)
 
-    def _pieces(self, entry: LedgerEntry) -> list[Piece] | None:
-        pieces = []
-        for one in entry.sources:
-            source = self.sources.get(one.tensor)
-            made = None if source is None else piece_of_range(one, _entry_of(source))
-            if made is None or any(made.base[d] + made.extent(d) >= entry.shape[d] for d in range(len(entry.shape))):
-                detail = f"{entry.parameter}: its ledger line does not describe a part of {one.tensor}"
-                self._note("ledger", detail, entry.file, entry.parameter)
-                return None
-            pieces.append(made)
-        return pieces
+        for found in pool.map(check, files):
+            self.problems += found
 
-    def _shard(self, one: ShardFile, entries: list[LedgerEntry]) -> None:
-        """Header and tensors of one file, byte by byte."""
-        path = self.folder / one.file
-        if not path.is_file():
-            self._note("missing_file", f"{one.file} is missing", one.file)
+    # --- conservation ----------------------------------------------------------------------------------------------------
+
+    def _conservation(self) -> None:
+        proof, used = Conservation(self.model, self.sources), set[str]()
+        for rank in range(self.artifact.layout.num_devices):
+            wanted = self._wanted(rank)
+            for entry in self._entries(rank):
+                used.update(one.tensor for one in entry.sources)
+                self._made |= {operation for one in entry.sources if (operation := operation_of(one)) is not None}
+                proof.add(rank, entry, *wanted[entry.parameter])
+        self.problems += proof.finish()
+        for name, one in self.sources.items():
+            if (one.dropped is None) != (name in used):
+                state = "used nowhere and not listed as dropped" if one.dropped is None else "listed as dropped and used"
+                self._note("conservation", f"source tensor {name} is {state}", SOURCES_FILE, name)
+
+    # --- meaning ---------------------------------------------------------------------------------------------------------
+
+    def _meaning(self, source: Source | None) -> None:
+        """Every ledger line against a mapping made anew; with the source, its bytes and the stored ones."""
+        try:
+            decoded = any(not operation.startswith("computed:") for operation in self._made)
+            expected = expect(self.folder, self.artifact, self.model, self.sources, decoded=decoded, source=source)
+        except DayZeroError as error:
+            where = "the source" if source is not None else "what is recorded of the source"
+            self._note("mapping", f"{where} does not give this artifact: {error.what}: {error.got}", SOURCES_FILE)
             return
-        header, problems = read_header(path, one.file)
-        self.problems += problems
-        if header is None:
+        if isinstance(expected, str):
+            self.not_proved.append(f"that the mapping is the right one: {expected}")
+            if source is not None:
+                self.problems += source_problems(self.folder, source.release, self.progress, source.store)
             return
-        entries = sorted(entries, key=lambda entry: entry.offset)
-        stored = {name: (found.begin, found.num_bytes, found.shape, found.dtype) for name, found in header.tensors.items()}
-        listed = {e.parameter: (e.offset, e.num_bytes, e.shape, e.dtype) for e in entries}
-        for name in sorted(stored.keys() | listed.keys()):
-            if stored.get(name) != listed.get(name):
-                detail = f"{one.file}: its header has {name} as {stored.get(name)}, the ledger as {listed.get(name)}"
-                self._note("header", detail, one.file, name)
-        with path.open("rb", buffering=0) as file:
-            raw = file.read(header.data_begin)
+        self.problems += expected.source_problems(self.sources, SOURCES_FILE)
+        for rank in range(self.artifact.layout.num_devices):
+            entries = self._entries(rank)
             for entry in entries:
-                found = hash_runs(file.fileno(), entry.offset, self._run_lengths(entry))
-                if found != entry.checksum:
-                    self._note(
-                        "checksum", f"{one.file}: the bytes of {entry.parameter} have changed", one.file, entry.parameter
-                    )
-                self._done += entry.num_bytes
-                if self.progress:
-                    self.progress("verifying", self._done, self._total)
-        if file_checksum(raw, (entry.checksum for entry in entries)) != one.checksum:
-            self._note("checksum", f"{one.file}: its header has changed", one.file)
+                self.problems += expected.ledger_problems(rank, entry)
+            lacking = {name for owner, name in expected.stored if owner == rank} - {entry.parameter for entry in entries}
+            for name in sorted(lacking):
+                self._note("coverage", f"rank {rank} lacks {name}", self.artifact.ledgers[rank].file, name)
+        if not self.problems:
+            self.proved.append("every ledger line is the one that the mapping and the layout, derived again, ask for")
+        if source is None:
+            self.not_proved.append("that the bytes are the source's: give --source")
+        else:
+            self._bytes(source.release, expected)
 
-    def _run_lengths(self, entry: LedgerEntry) -> list[int]:
-        """What the tensor was hashed by (see `ledger`): the runs it consists of, or the whole."""
-        pieces = None if not entry.checksum.partition(":")[0].endswith("-runs") else self._pieces(entry)
-        if not pieces:
-            return [entry.num_bytes]
-        flat = linear_pieces(View(entry.shape, entry.dtype, tuple(pieces)))
-        size = tensor_bytes((1,), entry.dtype)
-        return [piece.num_elements * size for piece in flat] if all(is_run(piece) for piece in flat) else [entry.num_bytes]
+    def _bytes(self, release: Release, expected: Expected) -> None:
+        self._done, self._total = 0, self._total + sum(one.num_bytes for one in self.sources.values() if one.dropped is None)
+        with expected.reader as reader:
+            self.problems += changed_sources(self.sources, release.tensors, reader, self._advance)
+            if self.problems:
+                return
+            if release.source_hash != self.artifact.source_hash:
+                self._note("source_changed", "the source's settings are not those the artifact was made of", LAYOUT_FILE)
+            proof = ByteProof(self.folder, expected, self.sources)
+
+            def check(pair: tuple[int, LedgerEntry]) -> list[Problem]:
+                found = proof.problems(*pair)
+                self._advance(pair[1].num_bytes)
+                return found
+
+            with ThreadPoolExecutor(WORKERS, thread_name_prefix="verify") as pool:
+                for rank in range(self.artifact.layout.num_devices):
+                    for found in pool.map(check, ((rank, entry) for entry in self._entries(rank))):
+                        self.problems += found
+        if not self.problems:
+            self.proved.append("every source tensor is what was read, and every stored byte is the source's")
 
 
-def source_problems(folder: Path, release: Release, progress: Progress | None = None) -> list[Problem]:
-    """Where the release as it is now differs from what the artifact was made of."""
-    problems = []
+def source_problems(
+    folder: Path, release: Release, progress: Progress | None = None, store: ByteStore | None = None
+) -> list[Problem]:
+    """Where the release as it is now differs from what the artifact was made of. `store`: where it is not its own folder."""
     sources = {one.tensor: one for one in read_lines(SourceTensor, folder / SOURCES_FILE)}
-    for name in sorted(sources.keys() ^ release.tensors.keys()):
-        where = "the artifact's ledger" if name in sources else "the source"
-        problems.append(_problem("source_changed", f"source tensor {name} is only in {where}", None, name))
-    done, total = 0, sum(one.num_bytes for one in sources.values())
-    for name, one in sources.items():
-        entry = release.tensors.get(name)
-        if entry is None or one.dropped is not None:
-            continue
-        with release.path(entry.file).open("rb", buffering=0) as file:
-            same = (entry.dtype, entry.shape) == (one.dtype, one.shape) and hash_runs(
-                file.fileno(), entry.begin, [entry.num_bytes]
-            ) == one.checksum
-        if not same:
-            problems.append(
-                _problem("source_changed", f"{name} in {entry.file} is not what the artifact was made of", entry.file, name)
-            )
-        done += one.num_bytes
+    done, total = 0, sum(one.num_bytes for one in sources.values() if one.dropped is None)
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
         if progress:
             progress("reading the source", done, total)
-    return problems
 
-
-def disjoint(pieces: Iterable[Piece], shape: tuple[int, ...]) -> bool:
-    """Whether no element is written twice. Boxes are compared along the first dimension they are cut in; loops with gaps
-    are laid out in full, one bit an element of the region they share."""
-    pieces = list(pieces)
-    if len(pieces) < 2:
-        return True
-    flat = linear_pieces(View(shape, pieces[0].casts[-1] if pieces[0].casts else pieces[0].dtype, tuple(pieces)))
-    reached = -1
-    group: list[Piece] = []
-    for piece in flat:
-        if piece.base[0] > reached and group:
-            if not _laid_out_once(group):
-                return False
-            group = []
-        group.append(piece)
-        reached = max(reached, piece.base[0] + piece.extent(0))
-    return _laid_out_once(group)
-
-
-def _laid_out_once(pieces: list[Piece]) -> bool:
-    """Pieces whose ranges overlap: mark every element, in windows of bounded size."""
-    if len(pieces) == 1:
-        return True
-    from dayzero.weights.algebra import restrict
-
-    window = 2**24
-    low = min(piece.base[0] for piece in pieces)
-    high = max(piece.base[0] + piece.extent(0) for piece in pieces) + 1
-    for start in range(low, high, window):
-        marks = np.zeros(min(window, high - start), dtype=np.uint8)
-        for piece in pieces:
-            for part in restrict(piece, 0, start, start + len(marks)):
-                place = np.array([part.base[0] - start])
-                for digit in part.digits:
-                    place = (place[:, None] + np.arange(digit.size) * digit.step).reshape(-1)
-                if marks[place].any():
-                    return False
-                marks[place] = 1
-    return True
-
-
-def _entry_of(source: SourceTensor) -> TensorEntry:
-    return TensorEntry(file=source.file, dtype=source.dtype, shape=source.shape, begin=0, end=source.num_bytes)
-
-
-def _problem(kind: str, detail: str, file: str | None = None, tensor: str | None = None) -> Problem:
-    return Problem(kind=kind, severity="error", detail=detail, file=file, tensor=tensor)
+    with SourceReader(store or LocalStore(release.folder), release.tensors) as reader:
+        return changed_sources(sources, release.tensors, reader, advance)

@@ -17,6 +17,7 @@ from dayzero.core.artifact import LedgerEntry, ShardFile, SourceRange
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import STRICT, read_record, record_json, write_text_atomic
 from dayzero.core.units import MIB
+from dayzero.weights.census import TensorCensus, TensorStatistics
 from dayzero.weights.copying import RUN_BYTES, BlockCopier, is_run, linear_pieces, segments
 from dayzero.weights.files import sync_folder
 from dayzero.weights.ledger import TensorHash, file_checksum, ledger_entry, source_range
@@ -33,12 +34,14 @@ class Stopped(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
-    """What `<file>.done.json` holds. `sources`: checksums of source tensors that went by whole."""
+    """What `<file>.done.json` holds. `sources`: checksums of source tensors that went by whole; `statistics`: of those that
+    this file was the first to meet."""
 
     __pydantic_config__ = STRICT
     file: ShardFile
     entries: tuple[LedgerEntry, ...]
     sources: dict[str, str] = field(default_factory=dict)
+    statistics: dict[str, TensorStatistics] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,37 +67,45 @@ def whole_sources(tensor: StoredTensor, reader: SourceReader, made: Mapping[str,
 def write_file(
     folder: Path, planned: StoredFile, copier: BlockCopier, reader: SourceReader, *,
     made: Mapping[str, MadeSource], advance: Callable[[int], None], stop: threading.Event,
+    census: Callable[[str], TensorCensus | None] = lambda name: None,
 ) -> Written:  # fmt: skip
-    """Write one file of the artifact under construction in `folder`. `made`: sources that are no stored tensors."""
+    """Write one file of the artifact under construction in `folder`. `made`: sources that are no stored tensors; `census`:
+    what looks at the values of a source tensor, once for each."""
     path = folder / planned.file
     path.parent.mkdir(parents=True, exist_ok=True)
     scrap = path.with_name(path.name + ".partial")
     entries: list[LedgerEntry] = []
     sources: dict[str, str] = {}
+    statistics: dict[str, TensorStatistics] = {}
     try:
         with scrap.open("wb", buffering=0) as file:
             _write(file.fileno(), memoryview(planned.header))
             end = flushed = len(planned.header)
             for tensor in planned.tensors:
                 digest = TensorHash(len(segments(tensor.view)))
+                whole = whole_sources(tensor, reader, made)
+                watched = {segment: (source, one) for source, segment in whole.items() if (one := census(source)) is not None}
                 for segment, block in copier.blocks(tensor.view):
                     if stop.is_set():
                         raise Stopped
                     digest.update(segment, block)
+                    if segment in watched:
+                        watched[segment][1].update(block)
                     _write(file.fileno(), block)
                     advance(len(block))
                     end += len(block)
                     if end - flushed >= FLUSH_BYTES:
                         flushed = _start_writeback(file.fileno(), flushed, end)
                 entries.append(replace(describe_tensor(tensor, planned.file, reader, made), checksum=digest.checksum))
-                for source, segment in whole_sources(tensor, reader, made).items():
+                for source, segment in whole.items():
                     sources.setdefault(source, digest.segment(segment))
+                statistics.update({source: one.finish() for source, one in watched.values()})
             os.fsync(file.fileno())
         os.replace(scrap, path)
         sync_folder(path.parent)
         checksum = file_checksum(planned.header, (entry.checksum for entry in entries))
         shard = ShardFile(file=planned.file, num_bytes=planned.num_bytes, checksum=checksum)
-        written = Written(file=shard, entries=tuple(entries), sources=sources)
+        written = Written(file=shard, entries=tuple(entries), sources=sources, statistics=statistics)
         write_text_atomic(done_path(folder, planned), json.dumps(record_json(written), separators=(",", ":")) + "\n")
         return written
     except OSError as error:
@@ -187,8 +198,10 @@ def _write(handle: int, block: memoryview) -> None:
         block = block[os.write(handle, block[:RUN_BYTES]) :]
 
 
-def hash_source(reader: SourceReader, name: str, stop: threading.Event, advance: Callable[[int], None]) -> str:
-    """The checksum of one source tensor, read by itself."""
+def hash_source(
+    reader: SourceReader, name: str, stop: threading.Event, advance: Callable[[int], None], census: TensorCensus | None = None
+) -> str:
+    """The checksum of one source tensor, read by itself; `census` sees it pass."""
     total = reader.entry(name).num_bytes
     digest = TensorHash(1)
     buffer = memoryview(bytearray(min(RUN_BYTES, max(total, 1))))
@@ -198,5 +211,7 @@ def hash_source(reader: SourceReader, name: str, stop: threading.Event, advance:
         block = buffer[: min(RUN_BYTES, total - start)]
         reader.read_stored(name, start, block)
         digest.update(0, block)
+        if census is not None:
+            census.update(block)
         advance(len(block))
     return digest.checksum

@@ -15,7 +15,8 @@ from typing import Any
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Problem
 from dayzero.model.paths import contained, module_file
-from dayzero.model.release import Release, is_address
+from dayzero.model.release import Release
+from dayzero.model.remote.objects import is_remote, normal
 
 MAX_CODE_FILES = 1000
 MAX_CODE_BYTES = 16 << 20  # of one file: far beyond what anyone writes or reads
@@ -52,9 +53,9 @@ def model_code(config: Mapping[str, Any]) -> tuple[CodeReference, CodeReference]
 
 
 def refuse_remote(folder: Path) -> None:
-    """Raises DayZeroError when this is a web address: code is run from a folder, where it can be read first, or not at all."""
-    if is_address(folder):
-        address = str(folder).replace(":/", "://", 1)
+    """Raises DayZeroError when this is an address: code is run from a folder, where it can be read first, or not at all."""
+    if is_remote(folder):
+        address = normal(folder)
         raise DayZeroError(
             "the code of a release at an address is not run",
             got=f"--trust-remote-code with {address}",
@@ -86,7 +87,7 @@ def tokenizer_needs_code(release: Release) -> Problem | None:
     listed = auto_map.get("AutoTokenizer") if isinstance(auto_map, Mapping) else auto_map  # a bare list is the older form
     values = listed if isinstance(listed, list) else [listed]
     named = next((found for found in map(code_reference, reversed(values)) if found is not None), None)  # the fast one is last
-    remote = is_address(release.folder)
+    remote = is_remote(release.folder)
     if named is None or "tokenizer.json" in release.tokenizer_files:
         return None
     if remote and any(problem.file == "tokenizer.json" for problem in release.problems):

@@ -1,15 +1,17 @@
-"""The web address of a release folder in, the `Release` out that the folder itself would give. Weights stay where they are.
+"""The address of a release folder in, the `Release` out that the folder itself would give. Weights stay where they are.
 
-Fetched: config, generation, tokenizer and quantization settings, the shard index, and of every shard its header, by HTTP
-range; from a server without ranges no weights are read, which is a warning. Each header becomes the start of an otherwise
+Fetched: config, generation, tokenizer and quantization settings, the shard index, and of every shard its header, by range;
+from a web server without ranges no weights are read, which is a warning. Each header becomes the start of an otherwise
 empty (sparse) file of the shard's real size in a temporary folder, which the one reader of releases then reads: all its
-checks, down to a file that is too short for its tensors, hold for remote ones too. The folder is gone afterwards, so nothing
-can take the holes for weights. Not done here: names on hubs, logins; code; tokenizer.json, whose
-presence alone is asked for, and told.
+checks, down to a file that is too short for its tensors, hold for remote ones too. The holes are gone afterwards, so nothing
+can take them for weights. `open_remote_release` is for a look: web servers are read without any package, and of code and
+tokenizer.json no more is asked than whether they are there. `fetch_settings` is for work with the weights, from any store:
+every small file that lies beside them comes along. Not done here: names on hubs, logins, weights that are not safetensors.
 """
 
 from __future__ import annotations
 
+import functools
 import http.client
 import json
 import re
@@ -18,7 +20,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -27,14 +29,30 @@ from typing import Any
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Problem
 from dayzero.model.headers import LENGTH_FIELD_BYTES
-from dayzero.model.paths import contained
-from dayzero.model.release import CONFIG, INDEX, SINGLE, Release, is_address, open_release
+from dayzero.model.paths import contained, module_file, refusal
+from dayzero.model.release import (
+    CONFIG,
+    INDEX,
+    MAX_JSON_BYTES,
+    PICKLE_SUFFIXES,
+    SINGLE,
+    TOKENIZER_SETTINGS,
+    Release,
+    is_address,
+    open_release,
+    read_object,
+)  # fmt: skip
+from dayzero.model.remote.objects import ObjectFolder, normal
 from dayzero.model.stored.quantization import BESIDE
 
-__all__ = ["is_address", "open_remote_release"]
+__all__ = ["fetch_settings", "is_address", "open_remote_release"]
 
 SETTINGS = ("generation_config.json", "tokenizer_config.json", BESIDE)
 TOKENIZER = "tokenizer.json"
+# Where files cannot be listed these are asked for by name: what decides how texts become tokens, and what a licence demands.
+BESIDE_WEIGHTS = (*(name for name in TOKENIZER_SETTINGS if name not in SETTINGS), "preprocessor_config.json",
+                  "processor_config.json", "chat_template.json", "LICENSE", "LICENSE.txt", "LICENSE.md", "NOTICE",
+                  "README.md", "SHA256SUMS")  # fmt: skip
 MAX_SETTINGS_BYTES = 16 << 20
 MAX_INDEX_BYTES = 256 << 20
 MAX_HEADER_BYTES = 256 << 20  # that of a real file with 1.29 million tensors has 126 MB
@@ -51,18 +69,24 @@ class NoRanges(DayZeroError):
 
 
 def open_remote_release(address: str, *, timeout_s: float = TIMEOUT_S, workers: int = 8) -> Release:
-    """The release that a web server holds at `address`, a folder or its config.json.
+    """The release that a web server or an object store holds at `address`, a folder or its config.json.
 
     timeout_s: for each wait on the network. Raises DayZeroError when there is no config, or the server cannot be read from.
     """
-    site = _Site(address, timeout_s)
+    web = is_address(address) or normal(address).startswith("ftp:")  # which the web's reader refuses: it knows no versions
+    objects = None if web else ObjectFolder(normal(address).removesuffix(CONFIG), timeout_s=timeout_s)
+    try:
+        return _opened(_WebSite(address, timeout_s) if objects is None else _StoreSite(objects), workers)
+    finally:
+        if objects is not None:
+            objects.close()
+
+
+def _opened(site: _Site, workers: int) -> Release:
     with tempfile.TemporaryDirectory(prefix="dayzero-remote-") as scratch:
         folder = Path(scratch) / site.name
         folder.mkdir()
-        if not site.save(CONFIG, folder, MAX_SETTINGS_BYTES):
-            raise DayZeroError(f"{site.base} holds no {CONFIG}", got="404 not found",
-                               want="the address of a folder with a Hugging Face release",
-                               fix="check the address; it is the folder that holds config.json")  # fmt: skip
+        _save_config(site, folder)
         for name in SETTINGS:
             site.save(name, folder, MAX_SETTINGS_BYTES)
         unread = [_not_read(TOKENIZER, f"{TOKENIZER} is not fetched: tokens that it alone names are not known")]
@@ -76,16 +100,87 @@ def open_remote_release(address: str, *, timeout_s: float = TIMEOUT_S, workers: 
                 (folder / name).unlink(missing_ok=True)
             said = f"{error.what}: {error.got}; the weights are not read, and every figure is from the config"
             told = [*told, _not_read(shards[0], said)]
-        try:
-            found = open_release(folder)
-        except DayZeroError as error:
-            what, got = (text.replace(f"{folder}/", site.base) for text in (error.what, error.got))
-            raise DayZeroError(what, got=got, want=error.want, fix=f"check what {site.base} serves") from error
+        found = _read(site, folder)
+    return replace(found, folder=Path(site.base), name=site.name, problems=(*found.problems, *told))
+
+
+def fetch_settings(objects: ObjectFolder, scratch: Path) -> Release:
+    """The release in a store, with what lies beside its weights in a folder in `scratch`. `folder` of the release is that
+    one; its shards are in no folder: read them from `objects`, which noted what each was when its header was read."""
+    site = _StoreSite(objects)
+    folder = scratch / site.name
+    folder.mkdir()
+    entries = objects.entries()
+    if entries is None:
+        _save_config(site, folder)
+        with ThreadPoolExecutor(objects.connections, thread_name_prefix="settings") as pool:
+            save = functools.partial(site.save, folder=folder, max_bytes=MAX_JSON_BYTES)
+            list(pool.map(save, dict.fromkeys((*SETTINGS, *BESIDE_WEIGHTS))))
+            list(pool.map(save, _code_files(folder)))  # which the settings name
+        weights = _shards(site, folder) if site.save(INDEX, folder, MAX_INDEX_BYTES) else [SINGLE]
+    else:
+        if CONFIG not in entries:
+            _save_config(site, folder)  # says what is wrong
+        weights = _save_entries(site, folder, entries)
+    _save_headers(site, folder, weights, objects.connections)
+    try:
+        return _read(site, folder)
+    finally:
+        for name in weights:
+            (folder / name).unlink(missing_ok=True)
+
+
+def _save_entries(site: _StoreSite, folder: Path, entries: Mapping[str, int | None]) -> list[str]:
+    """Fetch every small file; of large ones and of weights, make an empty file of that size, so that they are told of.
+    Returns the shards."""
+    small = []
+    for name, size in entries.items():
+        if refusal(name) or "/" in name:
+            continue  # such keys can only be asked for by name, and are then refused
+        if size is None:
+            (folder / name).mkdir()
+        elif name.endswith((".safetensors", *PICKLE_SUFFIXES, ".gguf")) or size > MAX_JSON_BYTES:
+            _sparse(folder / name, b"", 0 if name.endswith(".safetensors") else size)
+        else:
+            small.append(name)
+    with ThreadPoolExecutor(site.objects.connections, thread_name_prefix="settings") as pool:
+        list(pool.map(lambda name: site.objects.save(name, folder / name), small))
+    listed = [name for name in entries if name.endswith(".safetensors") and (folder / name).is_file()]
+    indexed = _shards(site, folder) if INDEX in entries else []
+    return list(dict.fromkeys([*listed, *indexed]))
+
+
+def _code_files(folder: Path) -> list[str]:
+    """Python files that the settings name; those that these import are not known to a store that cannot list."""
+    found = []
+    for name in (CONFIG, "tokenizer_config.json"):
+        if (folder / name).is_file():
+            auto_map = read_object(folder / name).get("auto_map")
+            values = auto_map.values() if isinstance(auto_map, dict) else [auto_map]
+            texts = [text for value in values for text in (value if isinstance(value, list) else [value])]
+            found += [module_file(text) for text in texts if isinstance(text, str) and "--" not in text]
+    return [name for name in dict.fromkeys(found) if not refusal(name) and "/" not in name]
+
+
+def _save_config(site: _Site, folder: Path) -> None:
+    if not site.save(CONFIG, folder, MAX_SETTINGS_BYTES):
+        raise DayZeroError(f"{site.base} holds no {CONFIG}", got="404 not found",
+                           want="the address of a folder with a Hugging Face release",
+                           fix="check the address; it is the folder that holds config.json")  # fmt: skip
+
+
+def _read(site: _Site, folder: Path) -> Release:
+    """What the one reader of releases finds in the folder, in words that fit where it came from."""
+    try:
+        found = open_release(folder)
+    except DayZeroError as error:
+        what, got = (text.replace(f"{folder}/", site.base) for text in (error.what, error.got))
+        raise DayZeroError(what, got=got, want=error.want, fix=f"check what {site.base} serves") from error
     problems = tuple(
         replace(one, detail=one.detail.replace("not on disk", "not on the server")) if one.kind == "missing_file" else one
         for one in found.problems
     )
-    return replace(found, folder=Path(site.base), name=site.name, problems=(*problems, *told))
+    return replace(found, name=site.name, problems=problems)
 
 
 def _not_read(file: str, detail: str) -> Problem:
@@ -114,7 +209,78 @@ def _shards(site: _Site, folder: Path) -> list[str]:
 
 
 class _Site:
-    """One web folder, read by whole small files and by ranges of large ones. Used from several threads."""
+    """A release folder elsewhere, read by whole small files and by ranges of large ones. Used from several threads."""
+
+    base: str  # with a slash at its end
+    name: str
+
+    def save(self, name: str, folder: Path, max_bytes: int) -> bool:
+        """Fetch a whole file into the folder. False when the server has none."""
+        content = self.fetch(name, None, max_bytes)
+        if content is None:
+            return False
+        (folder / name).write_bytes(content[0])
+        return True
+
+    def holds(self, name: str) -> bool:
+        """Whether the server has this file, of which no more than the first bytes are fetched."""
+        try:
+            return self.fetch(name, (0, FIRST_BYTES), FIRST_BYTES) is not None
+        except NoRanges:
+            return True
+
+    def save_header(self, name: str, folder: Path) -> None:
+        """Make a sparse file of a shard's size that begins with its header. Nothing when the server has no such file."""
+        start = self.fetch(name, (0, FIRST_BYTES), FIRST_BYTES)
+        if start is None:
+            return
+        content, size = start
+        length = int.from_bytes(content[:LENGTH_FIELD_BYTES], "little")
+        wanted = LENGTH_FIELD_BYTES + length
+        # What does not begin like a header is not worth fetching: the reader says what it is.
+        is_header = len(content) > LENGTH_FIELD_BYTES and content[LENGTH_FIELD_BYTES : LENGTH_FIELD_BYTES + 1] == b"{"
+        if is_header and length <= MAX_HEADER_BYTES and len(content) < (stop := min(wanted, size)):
+            rest = self.fetch(name, (len(content), stop), stop)
+            if rest is None or rest[1] != size:
+                raise self._failed(name, f"{size} bytes, then {'nothing' if rest is None else rest[1]}", "a file that stays")
+            content += rest[0]
+        elif is_header and MAX_HEADER_BYTES < length < size:
+            raise self._failed(name, f"a header of {length} bytes", f"at most {MAX_HEADER_BYTES} bytes")
+        try:
+            _sparse(folder / name, content, size)
+        except (OSError, OverflowError) as error:
+            raise self._failed(name, f"{size} bytes: {error}", "a size that a file can have") from error
+
+    def fetch(self, name: str, span: tuple[int, int] | None, max_bytes: int) -> tuple[bytes, int] | None:
+        """Content (of bytes `span[0]` to `span[1]`, excluded) and the file's size; None where there is no such file."""
+        raise NotImplementedError
+
+    def _failed(self, name: str, got: str, want: str, kind: type[DayZeroError] = DayZeroError) -> DayZeroError:
+        return kind(f"{self.base}{name} cannot be read", got=got, want=want,
+                    fix="try again, or download config.json and the index by themselves")  # fmt: skip
+
+
+class _StoreSite(_Site):
+    """A folder of an object store."""
+
+    def __init__(self, objects: ObjectFolder) -> None:
+        self.objects, self.base = objects, f"{objects.address}/"
+        parts = urllib.parse.urlsplit(objects.address)
+        self.name = _name(parts.netloc, parts.path)
+
+    def fetch(self, name: str, span: tuple[int, int] | None, max_bytes: int) -> tuple[bytes, int] | None:
+        state = self.objects.look(name)
+        if state is None:
+            return None
+        start, stop = span or (0, state.num_bytes)
+        stop = min(stop, state.num_bytes)
+        if stop - start > max_bytes:
+            raise self._failed(name, f"{stop - start} bytes", f"at most {max_bytes} bytes")
+        return self.objects.read(name, start, max(start, stop)), state.num_bytes
+
+
+class _WebSite(_Site):
+    """A folder of a web server, read with Python's own library."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         parts = urllib.parse.urlsplit(re.sub(r"^(https?):/+", r"\1://", address, flags=re.IGNORECASE))
@@ -133,51 +299,7 @@ class _Site:
                         urllib.request.HTTPDefaultErrorHandler()):  # fmt: skip
             self.opener.add_handler(handler)
 
-    def save(self, name: str, folder: Path, max_bytes: int) -> bool:
-        """Fetch a whole file into the folder. False when the server has none."""
-        content = self._fetch(name, None, max_bytes)
-        if content is None:
-            return False
-        (folder / name).write_bytes(content[0])
-        return True
-
-    def holds(self, name: str) -> bool:
-        """Whether the server has this file, of which no more than the first bytes are fetched."""
-        try:
-            return self._fetch(name, (0, FIRST_BYTES), FIRST_BYTES) is not None
-        except NoRanges:
-            return True
-
-    def save_header(self, name: str, folder: Path) -> None:
-        """Make a sparse file of a shard's size that begins with its header. Nothing when the server has no such file."""
-        start = self._fetch(name, (0, FIRST_BYTES), FIRST_BYTES)
-        if start is None:
-            return
-        content, size = start
-        length = int.from_bytes(content[:LENGTH_FIELD_BYTES], "little")
-        wanted = LENGTH_FIELD_BYTES + length
-        # What does not begin like a header is not worth fetching: the reader says what it is.
-        is_header = len(content) > LENGTH_FIELD_BYTES and content[LENGTH_FIELD_BYTES : LENGTH_FIELD_BYTES + 1] == b"{"
-        if is_header and length <= MAX_HEADER_BYTES and len(content) < (stop := min(wanted, size)):
-            rest = self._fetch(name, (len(content), stop), stop)
-            if rest is None or rest[1] != size:
-                raise self._failed(name, f"{size} bytes, then {'nothing' if rest is None else rest[1]}", "a file that stays")
-            content += rest[0]
-        elif is_header and MAX_HEADER_BYTES < length < size:
-            raise self._failed(name, f"a header of {length} bytes", f"at most {MAX_HEADER_BYTES} bytes")
-        place = folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with place.open("wb") as file:
-                file.write(content)
-                file.truncate(size)
-        except (OSError, OverflowError) as error:
-            raise self._failed(name, f"{size} bytes: {error}", "a size that a file can have") from error
-        if place.stat().st_blocks * 512 > len(content) + (1 << 20):
-            raise DayZeroError("the temporary folder cannot hold sparse files", got=tempfile.gettempdir(),
-                               want="a file system with sparse files", fix="set TMPDIR to another folder")  # fmt: skip
-
-    def _fetch(self, name: str, span: tuple[int, int] | None, max_bytes: int) -> tuple[bytes, int] | None:
+    def fetch(self, name: str, span: tuple[int, int] | None, max_bytes: int) -> tuple[bytes, int] | None:
         """Content (of bytes `span[0]` to `span[1]`, excluded) and the file's size; None for 404. Tries again what may pass."""
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -231,9 +353,16 @@ class _Site:
                 raise TimeoutError
         return bytes(content)
 
-    def _failed(self, name: str, got: str, want: str, kind: type[DayZeroError] = DayZeroError) -> DayZeroError:
-        return kind(f"{self.base}{name} cannot be read", got=got, want=want,
-                    fix="try again, or download config.json and the index by themselves")  # fmt: skip
+
+def _sparse(place: Path, content: bytes, size: int) -> None:
+    """A file of this size that begins with `content` and takes no more room."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("wb") as file:
+        file.write(content)
+        file.truncate(size)
+    if place.stat().st_blocks * 512 > len(content) + (1 << 20):
+        raise DayZeroError("the temporary folder cannot hold sparse files", got=tempfile.gettempdir(),
+                           want="a file system with sparse files", fix="set TMPDIR to another folder")  # fmt: skip
 
 
 def _name(host: str, path: str) -> str:

@@ -48,7 +48,7 @@ def packing_of(settings: Mapping[str, Any], metadata: Mapping[str, str] | None =
     straight = tuple(range(WORD_BITS // bits))
     named = {str(value).lower() for part in (settings, metadata or {}) for value in _named_orders(part)}
     unknown = named - {"sequential", "linear", "low_nibble_first"}
-    if not unknown and "compressed" in method and form in ("pack-quantized", ""):
+    if not unknown and "compressed" in method and form in ("pack-quantized", "mixed-precision", ""):
         return Packing(name="pack-quantized", axis="input", order=straight)
     version = str(settings.get("checkpoint_format", "gptq")).lower()
     if not unknown and method == "gptq" and version in ("gptq", "gptq_v2"):

@@ -27,7 +27,7 @@ import torch
 from dayzero.core.cachedir import cache_folder as shared_cache_folder
 
 _FOLDER = Path(__file__).parent
-_OPERATOR_SOURCES = ("state.cpp", "linear.cpp", "attention.cpp", "quantize.cpp")
+_OPERATOR_SOURCES = ("state.cpp", "linear.cpp", "attention.cpp", "quantize.cpp", "quantized_linear.cpp")
 _COMMON_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-w")
 _X86_FLAGS = {
     "avx2": "-mavx2 -mfma -mf16c",
@@ -97,6 +97,19 @@ def _register_fakes() -> None:
     @torch.library.register_fake("dayzero::linears_at")
     def _linears(x: torch.Tensor, weights: list[torch.Tensor], biases: list[torch.Tensor | None], site: torch.Tensor) -> object:
         return [x.new_empty(*x.shape[:-1], weight.shape[0]) for weight in weights]
+
+    @torch.library.register_fake("dayzero::quantized_linear_at")
+    def _quantized_linear(x: torch.Tensor, codes: torch.Tensor, *rest: object) -> torch.Tensor:
+        return x.new_empty(*x.shape[:-1], codes.shape[0])
+
+    @torch.library.register_fake("dayzero::quantized_linears_at")
+    def _quantized_linears(x: torch.Tensor, codes: list[torch.Tensor], *rest: object) -> object:
+        return [x.new_empty(*x.shape[:-1], one.shape[0]) for one in codes]
+
+    @torch.library.register_fake("dayzero::dequantized")
+    def _dequantized(codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, columns: int, code: int,
+                     block_rows: int, block_columns: int, dtype: torch.dtype) -> torch.Tensor:  # fmt: skip
+        return codes.new_empty(codes.shape[0], columns, dtype=dtype)
 
     @torch.library.register_fake("dayzero::paged_attention")
     @torch.library.register_fake("dayzero::paged_attention_at")

@@ -5,6 +5,7 @@
 #if defined(__AMX_BF16__)
 #include "amx_kernels.h"
 #endif
+#include "quantized_kernels.h"
 
 #define DAYZERO_JOIN(a, b) a##b
 #define DAYZERO_EXPORT(name) DAYZERO_JOIN(dayzero_kernels_, name)
@@ -22,6 +23,7 @@ extern "C" const dayzero::KernelTable* DAYZERO_EXPORT(DAYZERO_ISA)() {
 #else
     false, linear_pack_bytes, linear_pack, linear_columns,
 #endif
-    attend, softmax_row, norm_row, to_f32, from_f32, range_row, codes_row, pack_row};
+    attend, softmax_row, norm_row, to_f32, from_f32, range_row, codes_row, pack_row,
+    sums_integers, quantized_pack_bytes, quantized_pack, quantized_columns, quantized_rows, activation_row, finish_integers};
   return &table;
 }

@@ -58,6 +58,24 @@ struct CodesRow {            // codes = clamp(round(x / scale + zero)), one scal
   double* sums;                                         // += squares of error, weight, decoded; product; max of |error|
 };
 
+// How a weight's codes are kept: bytes of code + 128, int8, 4 bits of code + 8, E4M3, E2M1 (4-bit codes: the low half first).
+enum class CodeType : int { unsigned8, signed8, nibble, fp8, fp4 };
+enum class ScaleType : int { f32, bf16, f16, exponent };
+enum class Activations : int { none, int8, fp8 };       // what rows are rounded to before they are multiplied
+
+struct QuantizedWeight {     // [N, K]: one scale for block_rows x block_columns codes (0 columns: the whole row)
+  const uint8_t* codes; int64_t code_stride; CodeType code;   // bytes
+  const void* scales; int64_t scale_stride; ScaleType scale_type;
+  const int8_t* zeros;                                  // as many as scales, or null
+  int64_t block_rows, block_columns;                    // columns: a multiple of 32
+};
+
+struct QuantizedCall {       // as LinearCall, whose w is not used
+  LinearCall linear;
+  QuantizedWeight w;
+  Activations activations; float input_scale;           // 0: each row has a scale of its own
+};
+
 struct KernelTable {
   const char* isa;
   bool hardware_bf16;                                   // whether a library bf16 matmul is worth calling here
@@ -72,6 +90,15 @@ struct KernelTable {
   void (*range_row)(const RangeRow&);
   void (*codes_row)(const CodesRow&);
   void (*pack_row)(const int8_t* codes, int64_t n, int bits, uint32_t* words);   // 4 or 8 bits, as value + 2^(bits - 1)
+  bool (*sums_integers)(const QuantizedCall&);          // whether rows are summed exactly, in integers
+  size_t (*quantized_pack_bytes)(const QuantizedCall&);
+  void (*quantized_pack)(const QuantizedCall&, void* packed);
+  // `buffer`: room for the numbers of so many columns, as floats, K rounded up to 32.
+  void (*quantized_columns)(const QuantizedCall&, const void* packed, void* buffer, int64_t columns, int64_t column_begin, int64_t column_end);
+  void (*quantized_rows)(const QuantizedWeight&, int64_t K, int64_t begin, int64_t end, float* buffer, void* out, DType type);
+  float (*activation_row)(const QuantizedCall&, int64_t row, float* out);   // codes as floats; returns their scale
+  void (*finish_integers)(const QuantizedCall&, const int32_t* sums, int64_t sum_stride, const float* row_scales, int64_t row, int64_t rows,
+                          int64_t column, int64_t columns);
 };
 
 }  // namespace dayzero

@@ -130,8 +130,12 @@ void begin_step(int64_t handle, const at::Tensor& query_offsets, const at::Tenso
 const KernelTable& kernels() { return *in_use(); }
 
 const KernelTable& row_kernels(const StepState* state) {
+  return state && state->max_rows <= kFewRowsEngine ? few_row_kernels() : *in_use();
+}
+
+const KernelTable& few_row_kernels() {
   const KernelTable* table = in_use();
-  if (!state || state->max_rows > kFewRowsEngine || std::string(table->isa) != "amx_bf16") return *table;
+  if (std::string(table->isa) != "amx_bf16") return *table;
   for (auto other : tables()) if (std::string(other->isa) == "avx512_bf16") return *other;
   return *table;
 }
@@ -154,6 +158,9 @@ TORCH_LIBRARY_FRAGMENT(dayzero, m) {
   m.def("linear_at(Tensor x, Tensor weight, Tensor? bias, Tensor site) -> Tensor");
   m.def("linears_at(Tensor x, Tensor[] weights, Tensor?[] biases, Tensor site) -> Tensor[]");
   m.def("paged_attention_at(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor site, float scale, float softcap) -> Tensor");
+  m.def("quantized_linear_at(Tensor x, Tensor codes, Tensor scales, Tensor? zeros, Tensor? bias, Tensor? input_scale, Tensor site, int code, int block_rows, int block_columns, int activations) -> Tensor");
+  m.def("quantized_linears_at(Tensor x, Tensor[] codes, Tensor[] scales, Tensor?[] zeros, Tensor?[] biases, Tensor site, int code, int block_rows, int block_columns, int activations) -> Tensor[]");
+  m.def("dequantized(Tensor codes, Tensor scales, Tensor? zeros, int columns, int code, int block_rows, int block_columns, ScalarType dtype) -> Tensor");
   m.def("block_range(Tensor x, int width) -> (Tensor, Tensor)");
   m.def("integer_codes(Tensor x, Tensor scales, Tensor? zeros, int width, int bits, bool packed) -> (Tensor, Tensor)");
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset) -> Tensor");

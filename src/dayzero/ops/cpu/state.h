@@ -79,6 +79,7 @@ const KernelTable& kernels();            // the instruction set in use
 // The same, but vector kernels instead of tiles for an engine of few rows: tiles are made for 16, vectors stream weights
 // faster below about 8. One engine always uses the same, so that a row's bits do not depend on its company.
 const KernelTable& row_kernels(const StepState* state);
+const KernelTable& few_row_kernels();
 bool is_kernel_type(at::ScalarType type);
 DType kernel_type(at::ScalarType type);
 

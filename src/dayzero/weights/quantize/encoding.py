@@ -99,10 +99,9 @@ def encoders(weight: Quantized, rows: ViewRows, *, packed_zeros: bool) -> tuple[
     """Stored name -> how it is made, and what its codes will have lost when they all were. Raises DayZeroError for a shape
     that the preset's form cannot hold."""
     preset, (_, columns) = weight.preset, weight.matrix
-    if preset.block[0] == 1 and preset.block[1] and columns % preset.block[1]:
-        raise DayZeroError(f"{weight.name} cannot be stored as {preset.name}", got=f"{columns} columns",
-                           want=f"a multiple of {preset.block[1]}, which the format asks for",
-                           fix="take a smaller group, or keep it in its own dtype")  # fmt: skip
+    if (why := preset.unfit(columns, on_disk=packed_zeros)) is not None:
+        raise DayZeroError(f"{weight.name} cannot be stored as {preset.name}", got=why, want="columns that fit",
+                           fix="keep it in its own dtype")  # fmt: skip
     maker = _Maker(weight, rows, packed_zeros)
     made = {}
     for part, (shape, dtype) in weight.stored_parts(packed_zeros=packed_zeros).items():

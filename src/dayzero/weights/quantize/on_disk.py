@@ -45,6 +45,8 @@ def choose_stored(
             why = "fills parameters that are stored differently"
         elif entry is None or len(entry.shape) != 2 or not source.endswith(".weight"):
             why = "no matrix of one linear layer: the compressed-tensors format has no form for it"
+        elif entry is not None:
+            why = presets[source].unfit(entry.shape[-1], on_disk=True)
         if why is not None:
             presets.pop(source)
             kept[source] = why
@@ -96,8 +98,10 @@ def _arguments(one: Preset) -> dict[str, Any]:
         weights |= {"scale_dtype": torch.uint8, "zp_dtype": torch.uint8}
     inputs = None
     if one.activations is not None:
-        inputs = QuantizationArgs(num_bits=8, type=one.number, symmetric=True, dynamic=one.activations != "tensor",
-                                  strategy=one.activations, group_size=width if one.activations == "group" else None)  # fmt: skip
+        inputs = QuantizationArgs(
+            num_bits=8, type=one.number, symmetric=True, dynamic=one.activations != "tensor", strategy=one.activations,
+            group_size=width if one.activations == "group" else None,
+        )  # fmt: skip
     return {"weights": QuantizationArgs(**weights), "input_activations": inputs}
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Parameter
+from dayzero.core.records import STRICT
 from dayzero.weights.quantize.presets import Preset, preset
 
 QUANTIZED_ROLES = frozenset({"attention", "mlp", "expert", "shared_expert", "ssm"})
@@ -37,6 +38,7 @@ class Policy:
     """`keep`: roles, names or patterns that stay high. `overrides`: the same to a preset's name, or "none". The most special
     rule wins: a name before a role, an override before `keep`."""
 
+    __pydantic_config__ = STRICT
     preset: str
     keep: tuple[str, ...] = ()
     overrides: tuple[tuple[str, str], ...] = ()

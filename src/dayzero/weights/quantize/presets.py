@@ -58,6 +58,16 @@ class Preset:
             return 0.5
         return 2.0**-4 if self.bits == 8 else 1 / 3
 
+    def unfit(self, columns: int, *, on_disk: bool) -> str | None:
+        """Why a matrix of so many columns cannot be stored so; None when it can. Readers of the compressed-tensors format
+        (`on_disk`) want whole groups, this engine does not."""
+        width = self.block[1] if self.block[0] == 1 else 0
+        if on_disk and width and columns % width:
+            return f"{columns} columns are no multiple of {width}, which the format asks for"
+        if self.form == "mxfp4-pack-quantized" and columns % 2:
+            return f"{columns} columns are odd, and two codes share a byte"
+        return None
+
     def storage(self, dtype: str = "bfloat16") -> Storage:
         """What it costs in bytes, for the planner. `dtype`: the weights' own, which scales take."""
         return Storage(

@@ -6,13 +6,14 @@ sharding rules of their own: a cut falls between blocks and between packed words
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import lcm
 
 from dayzero.core.model import ModelDescription, Parameter, ShardRule
 from dayzero.weights.algebra import View
 from dayzero.weights.decoding import Decoder
+from dayzero.weights.quantize.codes import Codes
 from dayzero.weights.quantize.encoding import Quantized, ViewRows, encoders, view_of
 from dayzero.weights.quantize.evidence import ErrorSums
 from dayzero.weights.quantize.policy import Choice
@@ -28,6 +29,7 @@ class Rewritten:
     weights: dict[str, Quantized] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
     errors: list[ErrorSums] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)  # what was to be quantized and cannot be -> why
 
     def add(self, name: str, weight: Quantized, rows: ViewRows, *, packed_zeros: bool) -> None:
         self.weights[name] = weight
@@ -42,9 +44,10 @@ class Rewritten:
 def quantized_model(
     model: ModelDescription, views: Mapping[str, View], choices: Mapping[str, Choice], rows: ViewRows, *,
     sources: Mapping[str, tuple[str, ...]], transposed: frozenset[str] = frozenset(),
+    codes: Mapping[str, Callable[[int, int], Codes]] | None = None,
 ) -> tuple[ModelDescription, Rewritten]:  # fmt: skip
     """The model as its artifact stores it. `sources`: stored tensors behind a parameter; `transposed`: parameters that the
-    class keeps as [..., input, output]."""
+    class keeps as [..., input, output]; `codes`: what calibration chose for rows of a parameter."""
     made = Rewritten()
     parameters: list[Parameter] = []
     for one in model.parameters:
@@ -54,11 +57,18 @@ def quantized_model(
             if view is not None:
                 made.views[one.name] = view
             continue
+        columns = view.shape[-2 if one.name in transposed else -1]
+        if (why := choice.preset.unfit(columns, on_disk=False)) is not None:
+            made.kept[one.name] = why
+            parameters.append(one)
+            made.views[one.name] = view
+            continue
         rule = one.shard
         if one.name in transposed:
             order = (*range(len(view.shape) - 2), len(view.shape) - 1, len(view.shape) - 2)
             view, rule = view.permute(order), _swapped(rule, len(view.shape))
-        weight = Quantized(name=one.name, view=view, preset=choice.preset, sources=sources[one.name])
+        weight = Quantized(name=one.name, view=view, preset=choice.preset, sources=sources[one.name],
+                           codes=(codes or {}).get(one.name))  # fmt: skip
         made.add(one.name, weight, rows, packed_zeros=False)
         for part, (shape, dtype) in weight.stored_parts(packed_zeros=False).items():
             parameters.append(

@@ -1,0 +1,68 @@
+"""What is looked at beside names and shapes: the publisher's digests before anything is moved, the values once they went by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from dayzero.core.model import Problem
+from dayzero.model.headers import TensorEntry
+from dayzero.model.release import damaged
+from dayzero.weights.census import TensorStatistics
+from dayzero.weights.census_rules import judge
+from dayzero.weights.digests import check_digests, hash_files, publisher_digests
+from dayzero.weights.files import Progress
+from dayzero.weights.reading import LocalStore, UnsoundSource
+from dayzero.weights.stores import Source
+
+ACCEPT = "download the named files again; --accept-values goes on with what is there"
+
+
+def check_published(
+    source: Source, *, progress: Progress | None = None, workers: int = 2, share: tuple[int, int] = (1, 1)
+) -> tuple[Problem, ...]:
+    """Files held against the digests that came with them: a pass of its own over what they name, and no pass without any.
+
+    share: which of how many hosts this is; each looks at its share of the files. Returns warnings, one of which says so where
+    weights have no digest; raises DayZeroError listing every file that is not what was published.
+    """
+    digests = publisher_digests(source.settings)
+    weights = sorted({entry.file for entry in source.release.tensors.values()})
+    local = isinstance(source.store, LocalStore)
+    number, count = share
+    files = [file for file in digests.by_file() if local or file not in weights][number - 1 :: count]
+    hashes = hash_files(source.settings, digests, files, progress=progress, workers=workers)
+    problems = check_digests(source.settings, replace(digests, digests=_of(digests.digests, files)), hashes)
+    if not local and any(file in weights for file in digests.by_file()):
+        problems.append(
+            _note("digests of weights at an address are not compared with their bytes: convert a local copy")
+        )
+    elif digests.uncovered(weights):
+        problems.append(_note(digests.coverage(weights)))
+    if errors := [problem for problem in problems if problem.severity == "error"]:
+        raise damaged(errors, source.address)
+    return tuple(problems)
+
+
+def judge_values(
+    statistics: Mapping[str, TensorStatistics], checksums: Mapping[str, str], tensors: Mapping[str, TensorEntry], where: str,
+    *, accept: bool,
+) -> tuple[Problem, ...]:  # fmt: skip
+    """What the values of a checkpoint say about it: warnings, which errors become with `accept`.
+
+    Raises DayZeroError listing every tensor whose values no sound checkpoint has.
+    """
+    problems = judge(statistics, checksums, tensors)
+    errors = [problem for problem in problems if problem.severity == "error"]
+    if errors and not accept:
+        said = damaged(errors, where)
+        raise UnsoundSource(said.what, got=said.got, want="values that a model can have", fix=ACCEPT)
+    return tuple(replace(problem, severity="warning") for problem in problems)
+
+
+def _of(digests: tuple, files: list[str]) -> tuple:
+    return tuple(one for one in digests if one.file in set(files))
+
+
+def _note(text: str) -> Problem:
+    return Problem(kind="digests", severity="warning", detail=text)

@@ -1,0 +1,74 @@
+"""An open checkpoint and a policy in, the checkpoint as an artifact stores it in fewer bits out, and what is told of that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from dayzero.core.artifact import ArtifactQuantization, QuantizedParameter
+from dayzero.core.model import ModelDescription
+from dayzero.weights.loading import CheckpointSource
+from dayzero.weights.quantize.codes import Codes
+from dayzero.weights.quantize.encoding import ViewRows
+from dayzero.weights.quantize.policy import Choice, Policy
+from dayzero.weights.quantize.rewrite import Rewritten, quantized_model
+from dayzero.weights.writing import MadeSource
+
+GivenCodes = Mapping[str, Callable[[int, int], Codes]]  # parameter -> what calibration chose for its rows
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedCheckpoint:
+    """`model` and `checkpoint` have stored parts for parameters; `record` is complete when everything was written."""
+
+    model: ModelDescription
+    checkpoint: CheckpointSource
+    rewritten: Rewritten
+    choices: Mapping[str, Choice]
+    policy: Policy
+    plain: ModelDescription
+
+    def record(self) -> ArtifactQuantization:
+        shapes = {one.name: one.shape for one in self.plain.parameters}
+        return ArtifactQuantization(
+            preset=self.policy.preset,
+            dtype=self.plain.dtype,
+            parameters=tuple(
+                QuantizedParameter(name=name, preset=one.preset.name, shape=shapes[name],
+                                   transposed=name in self.checkpoint.transposed)
+                for name, one in self.rewritten.weights.items()
+            ),
+            kept={name: one.reason for name, one in self.choices.items() if one.preset is None}
+            | self.rewritten.kept,
+            errors=tuple(one.result() for one in self.rewritten.errors),
+        )  # fmt: skip
+
+
+def quantize_checkpoint(
+    checkpoint: CheckpointSource, model: ModelDescription, policy: Policy, *, codes: GivenCodes | None = None
+) -> QuantizedCheckpoint:
+    """Raises DayZeroError for a rule that speaks of nothing, or a shape that a preset cannot hold."""
+    choices = policy.choose(model.parameters)
+    sources = {name: stored_behind(checkpoint, name) for name in checkpoint.views}
+    made_model, made = quantized_model(
+        model, checkpoint.views, choices, ViewRows(checkpoint.reader()), sources=sources, transposed=checkpoint.transposed,
+        codes=codes or {},
+    )  # fmt: skip
+    origins = {
+        name: MadeSource(operation=one.operation, sources=one.sources, shape=one.shape) for name, one in made.decoders.items()
+    }
+    changed = replace(
+        checkpoint, views=made.views, decoders=checkpoint.decoders | made.decoders, made=checkpoint.made | origins
+    )
+    return QuantizedCheckpoint(
+        model=made_model, checkpoint=changed, rewritten=made, choices=choices, policy=policy, plain=model
+    )
+
+
+def stored_behind(checkpoint: CheckpointSource, parameter: str) -> tuple[str, ...]:
+    """The stored tensors that a parameter's elements come from."""
+    found: dict[str, None] = {}
+    for piece in checkpoint.views[parameter].pieces:
+        made = checkpoint.made.get(piece.source)
+        found.update(dict.fromkeys(made.sources if made is not None else (piece.source,)))
+    return tuple(found)
