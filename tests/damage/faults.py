@@ -76,7 +76,7 @@ def data_bit(c: Checkpoint, chance: random.Random, other: Path) -> None:
 
 def index_bit(c: Checkpoint, chance: random.Random, other: Path) -> None:
     _flip(c, INDEX, chance.randrange(len(c.raw(INDEX))), chance.randrange(8))
-    c.touched.update(c.shards)
+    c.touched.update({INDEX, *c.shards})
 
 
 def truncation(c: Checkpoint, chance: random.Random, other: Path) -> None:

@@ -148,7 +148,7 @@ class Weights:
             shown = ", ".join(listed[:8]) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
             self.note(
                 "missing_file",
-                f"{file} is in the index and not on disk; it should hold {len(listed)} tensors: {shown}",
+                f"{file} is in {INDEX} and not on disk; it should hold {len(listed)} tensors: {shown}",
                 file=file,
             )
         else:

@@ -24,7 +24,7 @@ from dayzero.core.records import read_record, to_dict, write_text_atomic
 from dayzero.core.units import MIB
 from dayzero.model.release import Release, damaged
 from dayzero.weights.changes import NO_CHANGES, Changes
-from dayzero.weights.examining import check_published, judge_values
+from dayzero.weights.examining import check_published, judge_values, require_readable
 from dayzero.weights.expected import RELEASE_FOLDER
 from dayzero.weights.files import Progress
 from dayzero.weights.finishing import finish, source_list
@@ -64,7 +64,7 @@ def convert(
     """
     started = time.monotonic()
     with open_source(source, spool=spool, allow_pickle=changes.allow_pickle) as opened:
-        opened.release.require_readable()
+        require_readable(opened)
         with open_output(out, complete=LAYOUT_FILE, keep=keep) as output:
             return _convert(opened, model, layout, str(out), output, changes, progress, workers, started)
 

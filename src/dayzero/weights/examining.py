@@ -6,16 +6,31 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from dayzero.core.model import Problem
+from dayzero.model.config_against_tensors import SCHEMA_KINDS
 from dayzero.model.headers import TensorEntry
 from dayzero.model.release import damaged
 from dayzero.weights.census import TensorStatistics
 from dayzero.weights.census_rules import judge
-from dayzero.weights.digests import check_digests, hash_files, publisher_digests
+from dayzero.weights.digests import WEIGHT_ENDINGS, check_digests, hash_files, publisher_digests
 from dayzero.weights.files import Progress
 from dayzero.weights.reading import LocalStore, UnsoundSource
 from dayzero.weights.stores import Source
 
 ACCEPT = "download the named files again; --accept-values goes on with what is there"
+
+
+def require_readable(source: Source) -> None:
+    """Raises DayZeroError listing everything that keeps the tensors from being read, and which small files (an index, settings)
+    are not what was published: those are often behind it."""
+    release = source.release
+    if all(problem.kind in SCHEMA_KINDS for problem in release.errors):
+        release.require_readable()
+        return
+    digests = publisher_digests(source.settings)
+    small = [file for file in digests.by_file() if not file.endswith(WEIGHT_ENDINGS)]
+    found = check_digests(source.settings, replace(digests, digests=_of(digests.digests, small)),
+                          hash_files(source.settings, digests, small))  # fmt: skip
+    raise damaged([*release.errors, *(one for one in found if one.severity == "error")], source.address)
 
 
 def check_published(

@@ -28,7 +28,7 @@ from dayzero.model.release import damaged
 from dayzero.weights.census import TensorStatistics
 from dayzero.weights.changes import NO_CHANGES, Changes
 from dayzero.weights.convert import artifact_key, copy_settings, left_out, settled_config, source_files
-from dayzero.weights.examining import check_published
+from dayzero.weights.examining import check_published, require_readable
 from dayzero.weights.expected import RELEASE_FOLDER
 from dayzero.weights.files import Progress, hash_file, sync_tree
 from dayzero.weights.finishing import source_list, stored
@@ -169,7 +169,8 @@ def convert_part(
         open_source(source, allow_pickle=changes.allow_pickle) as opened,
         locked_work_folder(folder, complete=PART_FILE) as work,
     ):
-        release = opened.release.require_readable()
+        require_readable(opened)
+        release = opened.release
         if changes.quantize is not None:
             raise DayZeroError("parts cannot be quantized", got=f"--part {part}/{num_parts} with a quantization",
                                want="one of them: what a tensor lost is summed over all of it",
