@@ -20,8 +20,8 @@ from dayzero.core.plan import Layout
 from dayzero.core.sharding import EXPERT_ROLES
 from dayzero.weights.convert import convert
 from dayzero.weights.placement import owned_parameters
+from dayzero.weights.proof.verify import prove
 from dayzero.weights.to_hf import export
-from dayzero.weights.verify import prove
 
 DEGREES = [(tp, ep, pp) for tp in (1, 2, 4) for ep in (1, 2, 4) for pp in (1, 2)]
 

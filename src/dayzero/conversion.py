@@ -56,7 +56,7 @@ def convert_release(asked: Request, say: Say) -> dict[str, Any]:
             return record_json(merge(Path(asked.out), accept_values=asked.accept_values, progress=progress))
     assert asked.path is not None
     if asked.to == "gguf":
-        from dayzero.weights.gguf_export import export_gguf
+        from dayzero.weights.gguf.export import export_gguf
 
         with bytes_progress(say) as progress:
             return to_dict(export_gguf(Path(asked.path), Path(asked.out), asked.quantize or "bf16", progress=progress))
@@ -90,7 +90,7 @@ def _to_shards(asked: Request, changes: Any, say: Say) -> dict[str, Any]:
 
 def _describe(path: str, changes: Any) -> ModelDescription:
     """The model of a release wherever it lies."""
-    from dayzero.weights.stores import open_source
+    from dayzero.weights.places.stores import open_source
 
     with open_source(path, allow_pickle=changes.allow_pickle) as source:
         return source.describe()
@@ -148,7 +148,7 @@ def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, 
 
 def verify_artifact(folder: Path, source: str | None, say: Say) -> dict[str, Any]:
     """Read an artifact back against its ledgers, and its source where given."""
-    from dayzero.weights.verify import prove
+    from dayzero.weights.proof.verify import prove
 
     started = time.monotonic()
     with bytes_progress(say) as progress:

@@ -105,7 +105,7 @@ def convert(store: RunStore, say: Say) -> WeightsReport:
 
     from dayzero.weights.convert import artifact_key
     from dayzero.weights.convert import convert as convert_release
-    from dayzero.weights.verify import verify
+    from dayzero.weights.proof.verify import verify
 
     model, layout = store.read("inspect", ModelDescription), store.read("plan", Plan).layout
     out = store.folder.parent / "artifacts" / artifact_key(model.source_hash, layout)

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 
 from dayzero.model.headers import TensorEntry
 from dayzero.model.release import Release, open_release
+from dayzero.weights.forms.stored import Decoded, decode_stored
 from dayzero.weights.reading import LocalStore, SourceReader
-from dayzero.weights.stored_forms import Decoded, decode_stored
 
 Tensors = dict[str, torch.Tensor]
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

@@ -245,7 +245,7 @@ def test_starved_experts_are_data_free_and_named(tmp_path):
     found = open_calibrated(tmp_path, what.presets)
     assert found.starved
     for one in found.starved:
-        assert "experts" in one.parameter and one.tokens < 32 and "fewer than 32" in one.reason or "no token" in one.reason
+        assert ("experts" in one.parameter and one.tokens < 32 and "fewer than 32" in one.reason) or "no token" in one.reason
         values = matrix(what.provider(one.parameter), one.index, one.parameter in found.transposed)
         plain = quantize(values, what.presets[one.parameter], torch.float32)
         assert torch.equal(found.layer_codes.read(MatrixName(one.parameter, one.index)).codes, plain.codes)

@@ -16,8 +16,8 @@ import torch
 from dayzero.core.model import Problem
 from dayzero.core.records import from_dict, to_dict
 from dayzero.model.headers import TensorEntry, read_header
-from dayzero.weights.census import TensorCensus, TensorStatistics
-from dayzero.weights.census_rules import judge
+from dayzero.weights.checks.census import TensorCensus, TensorStatistics
+from dayzero.weights.checks.census_rules import judge
 from tests.tiny.build import make_tiny_checkpoint, make_tiny_model
 
 Tensors = dict[str, torch.Tensor]

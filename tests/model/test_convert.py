@@ -39,10 +39,10 @@ from dayzero.weights.convert import artifact_key, convert
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.ledger import read_lines
 from dayzero.weights.placement import owned_parameters
+from dayzero.weights.proof.verify import verify
 from dayzero.weights.reading import LocalStore, SourceReader
 from dayzero.weights.symbolic import ViewTensor, dtype_name
 from dayzero.weights.to_hf import export
-from dayzero.weights.verify import verify
 from tests.tiny.overrides import REQUIRED_TYPES
 
 Tiny = Callable[..., Path]
@@ -620,7 +620,7 @@ def test_a_conversion_killed_before_publishing_only_publishes(
     def killed(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dayzero.weights.publishing.publish", killed)
+    monkeypatch.setattr("dayzero.weights.places.publishing.publish", killed)
     with pytest.raises(KeyboardInterrupt):
         convert(source, model, Layout(), out)
     assert not out.exists()
@@ -675,7 +675,7 @@ def test_an_output_that_is_something_else_is_never_touched(tiny_checkpoint: Tiny
 
 
 def test_two_conversions_into_one_folder_do_not_meet(tiny_checkpoint: Tiny, tmp_path: Path) -> None:
-    from dayzero.weights.workfolder import locked_work_folder
+    from dayzero.weights.places.workfolder import locked_work_folder
 
     source = tiny_checkpoint("llama")
     with locked_work_folder(tmp_path / "out", complete="layout.json"), pytest.raises(DayZeroError, match="another conversion"):

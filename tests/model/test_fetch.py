@@ -17,8 +17,8 @@ import torch
 from dayzero.core.errors import DayZeroError
 from dayzero.model.release import open_release
 from dayzero.weights import fetch as module
-from dayzero.weights import gguf as gguf_module
 from dayzero.weights.fetch import FETCHABLE, Recipe, fetch, fetch_smollm2
+from dayzero.weights.gguf import fetched as gguf_module
 
 gguf = pytest.importorskip("gguf")
 

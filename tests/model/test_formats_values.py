@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from dayzero.core.errors import DayZeroError
 from dayzero.model.stored.scales import packing_of
-from dayzero.weights.formats_values import (
+from dayzero.weights.forms.values import (
     combine,
     exponent_scales,
     float8_values,

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from dayzero.core.errors import DayZeroError
-from dayzero.weights import gguf_encoding, gguf_export
-from dayzero.weights.gguf_export import GgufReport, export_gguf
-from dayzero.weights.gguf_inverse import Inverter
-from dayzero.weights.gguf_settings import write_settings
-from dayzero.weights.gguf_source import read_gguf
+from dayzero.weights.gguf import encoding as gguf_encoding
+from dayzero.weights.gguf import export as gguf_export
+from dayzero.weights.gguf.export import GgufReport, export_gguf
+from dayzero.weights.gguf.inverse import Inverter
+from dayzero.weights.gguf.settings import write_settings
+from dayzero.weights.gguf.source import read_gguf
 from tests.model.test_gguf_source import read_all, transformers_tensors
 from tests.tiny.build import BOS, write_tokenizer
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from dayzero.core.errors import DayZeroError
-from dayzero.weights.gguf_header import read_gguf_header
-from dayzero.weights.gguf_rows import Changed, Moved, trace
-from dayzero.weights.gguf_settings import write_settings
-from dayzero.weights.gguf_source import GgufSource, read_gguf
+from dayzero.weights.gguf.header import read_gguf_header
+from dayzero.weights.gguf.rows import Changed, Moved, trace
+from dayzero.weights.gguf.settings import write_settings
+from dayzero.weights.gguf.source import GgufSource, read_gguf
 from dayzero.weights.reading import LocalStore, SourceReader
 
 gguf = pytest.importorskip("gguf")
@@ -141,7 +141,7 @@ def mixed(name: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("form", [Q.F32, Q.F16, Q.BF16, *QUANTIZED, mixed], ids=str)
+@pytest.mark.parametrize("form", [Q.F32, Q.F16, Q.BF16, *QUANTIZED, mixed], ids=lambda form: getattr(form, "name", None) or form.__name__)
 def test_equals_transformers(tmp_path: Path, form: Any, dtype: str) -> None:
     source = read_gguf(make_gguf(tmp_path / "m.gguf", form if callable(form) else lambda name: form), dtype)
     assert_equals_transformers(source, getattr(torch, dtype))
@@ -281,7 +281,7 @@ def test_half_of_the_experts_missing(tmp_path: Path) -> None:
 
 def test_form_the_package_cannot_decode(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_gguf(tmp_path / "m.gguf", lambda name: Q.Q8_0)
-    from dayzero.weights import gguf_decoding
+    from dayzero.weights.gguf import decoding as gguf_decoding
 
     numbers = gguf_decoding.numbers_of
 
@@ -432,7 +432,7 @@ def test_duplicate_setting(tmp_path: Path) -> None:
 def test_settings_are_written_and_agree(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
-    from dayzero.weights.gguf import write_release
+    from dayzero.weights.gguf.fetched import write_release
     from tests.model.test_fetch import make_gguf as make_with_tokenizer
 
     make_with_tokenizer(tmp_path / "m.gguf")

@@ -24,8 +24,8 @@ from dayzero.weights.convert import convert
 from dayzero.weights.ledger import SourceTensor, read_lines
 from dayzero.weights.merging import merge
 from dayzero.weights.parts import PART_FILE, PartRecord, convert_part, deal, parse_part, part_folder
-from dayzero.weights.verify import prove
-from dayzero.weights.workfolder import locked_work_folder
+from dayzero.weights.places.workfolder import locked_work_folder
+from dayzero.weights.proof.verify import prove
 from tests.model.test_convert import folder_hash, make_copy
 
 Tiny = Callable[..., Path]

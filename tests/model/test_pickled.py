@@ -19,9 +19,10 @@ import pytest
 import torch
 
 from dayzero.model.release import open_release
-from dayzero.weights import pickle_file, pickle_program
-from dayzero.weights.pickle_program import RefusedPickle, run_pickle
-from dayzero.weights.pickled import INDEX, SINGLE, Pickled, read_pickled, with_pickled
+from dayzero.weights.pickles import file as pickle_file
+from dayzero.weights.pickles import program as pickle_program
+from dayzero.weights.pickles.folder import INDEX, SINGLE, Pickled, read_pickled, with_pickled
+from dayzero.weights.pickles.program import RefusedPickle, run_pickle
 from dayzero.weights.reading import LocalStore, SourceReader
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,

@@ -32,9 +32,9 @@ from dayzero.weights.convert import convert
 from dayzero.weights.copying import POISON, PROOF_POISON, BlockCopier, is_run, linear_pieces
 from dayzero.weights.files import hash_file
 from dayzero.weights.ledger import SourceTensor, file_checksum, pieces_of_entry, read_lines, to_line
-from dayzero.weights.one_origin import first_flaw
+from dayzero.weights.proof.one_origin import first_flaw
+from dayzero.weights.proof.verify import SEAL_FILE, prove, seal, verify
 from dayzero.weights.reading import LocalStore, SourceReader
-from dayzero.weights.verify import SEAL_FILE, prove, seal, verify
 from dayzero.weights.writing import hash_runs
 from tests.model.test_convert import all_tensors, make_copy, shards
 

@@ -30,9 +30,9 @@ from dayzero.weights.algebra import View, concatenate
 from dayzero.weights.convert import convert
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.ledger import SourceTensor, read_lines
+from dayzero.weights.proof.verify import prove, verify
 from dayzero.weights.reading import LocalStore, SourceReader
 from dayzero.weights.to_hf import export
-from dayzero.weights.verify import prove, verify
 from tests.model.test_convert import all_tensors, assert_refused, make_copy, reassembled, reference_state, shards
 from tests.round_trip import DEGREES, has_experts, round_trips, same_bits, tensors_of
 

@@ -384,8 +384,8 @@ def test_cf_09_a_tokenizer_that_is_code_is_named_and_not_run(tmp_path: Path) -> 
 
 def test_cf_09_conversion_carries_every_file_and_runs_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dayzero.weights.convert import convert
+    from dayzero.weights.proof.verify import verify
     from dayzero.weights.to_hf import export
-    from dayzero.weights.verify import verify
 
     folder = make_tokenizer_release(tmp_path / "toy", tmp_path / "ran")
     others = {path.name for path in folder.iterdir()} - {"model.safetensors"}

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from dayzero.core.errors import DayZeroError
 from dayzero.core.units import DTYPE_BITS, SAFETENSORS_DTYPES
 from dayzero.model.release import Release, open_release
-from dayzero.weights.plain_config import plain_config
+from dayzero.weights.forms.plain_config import plain_config
+from dayzero.weights.forms.stored import decode_stored, is_quantized
 from dayzero.weights.reading import LocalStore, SourceReader
-from dayzero.weights.stored_forms import decode_stored, is_quantized
 from tests.model.stored_releases import (
     AWQ,
     EXPERT,

@@ -21,7 +21,7 @@ from dayzero.core.records import read_record
 from dayzero.model.describe import describe
 from dayzero.model.release import open_release
 from dayzero.weights.convert import convert
-from dayzero.weights.stored_forms import decode_stored
+from dayzero.weights.forms.stored import decode_stored
 from tests.model.stored_releases import (
     FP8,
     Tensors,

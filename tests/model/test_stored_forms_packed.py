@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dayzero.core.errors import DayZeroError
-from dayzero.weights.stored_forms import decode_stored
+from dayzero.weights.forms.stored import decode_stored
 from tests.model.stored_releases import (
     AWQ,
     EXPERT,
@@ -71,7 +71,7 @@ def test_mxfp4_blocks_larger_than_what_is_kept_are_read_in_strips(tmp_path: Path
     release = make_release(tmp_path, {"mlp.experts.w_blocks": stored.reshape(2, 8, 10, 16), "mlp.experts.w_scales": torch.from_numpy(exponents)},
                            settings={"quant_method": "mxfp4"})  # fmt: skip
     wanted = values * np.repeat(np.exp2(exponents.astype(np.float32) - 127), 32, axis=-1)
-    monkeypatch.setattr("dayzero.weights.column_decoders.PANEL_BYTES", 8 * 16 * 3)
+    monkeypatch.setattr("dayzero.weights.forms.columns.PANEL_BYTES", 8 * 16 * 3)
     decoded = decode_stored(release, "float32")
     whole = as_dtype(np.ascontiguousarray(wanted.transpose(0, 2, 1)), "float32")
     assert_same_bits(read_all(release, decoded)["mlp.experts.w"], whole)
@@ -321,7 +321,7 @@ def test_gptq_of_any_width_version_and_order(data: st.DataObject, tmp_path_facto
     assert_accounted(release, decoded)
     whole = as_dtype(wanted, dtype)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dayzero.weights.column_decoders.PANEL_BYTES", data.draw(st.sampled_from([2**24, 64 * columns])))
+        patch.setattr("dayzero.weights.forms.columns.PANEL_BYTES", data.draw(st.sampled_from([2**24, 64 * columns])))
         decoded = decode_stored(release, dtype)
     assert_same_bits(read_all(release, decoded)[f"{NAME}.weight"], whole)
     start = data.draw(st.integers(0, rows - 1))
@@ -354,7 +354,7 @@ def test_awq_in_its_own_order(data: st.DataObject, tmp_path_factory: pytest.Temp
     numbers = (codes - np.repeat(zeros, 32, axis=0)).astype(np.float32) * np.repeat(scale.float().numpy(), 32, axis=0)
     whole = as_dtype(np.ascontiguousarray(numbers.T), "bfloat16")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dayzero.weights.column_decoders.PANEL_BYTES", data.draw(st.sampled_from([2**24, 64 * columns])))
+        patch.setattr("dayzero.weights.forms.columns.PANEL_BYTES", data.draw(st.sampled_from([2**24, 64 * columns])))
         decoded = decode_stored(release, "bfloat16")
     assert_same_bits(read_all(release, decoded)[f"{NAME}.weight"], whole)
     start = data.draw(st.integers(0, rows - 1))

@@ -30,11 +30,11 @@ from dayzero.model.headers import TensorEntry
 from dayzero.model.release import open_release
 from dayzero.model.remote import objects, s3
 from dayzero.model.remote.objects import ObjectFolder, is_remote
-from dayzero.weights import publishing
 from dayzero.weights.convert import convert
-from dayzero.weights.stores import FsspecStore, local_folder, open_artifact, open_source
+from dayzero.weights.places import publishing
+from dayzero.weights.places.stores import FsspecStore, local_folder, open_artifact, open_source
+from dayzero.weights.proof.verify import LAYOUT_FILE, SEAL_FILE, STATE_FILE, verify
 from dayzero.weights.to_hf import export
-from dayzero.weights.verify import LAYOUT_FILE, SEAL_FILE, STATE_FILE, verify
 from tests.faulty_store import Fault, Proxy, Request, S3Server
 
 SHARD = "model.safetensors"
@@ -453,7 +453,7 @@ def test_a_spool_keeps_what_leaves_the_memory_and_goes_in_the_end(
     address, size = upload(server, source, "spooled"), (source / SHARD).stat().st_size
     small = functools.partial(open_source, block_bytes=size // 50, memory_bytes=size // 10)
     fetched_bytes = []
-    monkeypatch.setattr("dayzero.weights.convert.open_source", lambda place, spool: small(place, spool=spool))
+    monkeypatch.setattr("dayzero.weights.convert.open_source", lambda place, spool, **_: small(place, spool=spool))
     for number, (tp, spool) in enumerate([(1, None), (2, None), (2, tmp_path / "spool")]):
         proxy.sent.clear()
         convert(address, model, Layout(tp=tp), tmp_path / f"out-{number}", spool=spool)

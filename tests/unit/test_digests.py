@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dayzero.weights.digests import NONE_PUBLISHED, Digests, check_digests, hash_files, publisher_digests
+from dayzero.weights.checks.digests import NONE_PUBLISHED, Digests, check_digests, hash_files, publisher_digests
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
 CONTENT = {WEIGHTS: bytes(range(256)) * 40, CONFIG: b'{"model_type": "x"}\n'}

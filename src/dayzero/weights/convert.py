@@ -24,20 +24,20 @@ from dayzero.core.records import read_record, to_dict, write_text_atomic
 from dayzero.core.units import MIB
 from dayzero.model.release import Release, damaged
 from dayzero.weights.changes import NO_CHANGES, Changes
-from dayzero.weights.examining import check_published, judge_values, require_readable
-from dayzero.weights.expected import RELEASE_FOLDER
+from dayzero.weights.checks.examining import check_published, judge_values, require_readable
 from dayzero.weights.files import Progress
 from dayzero.weights.finishing import finish, source_list
+from dayzero.weights.forms.plain_config import QUANTIZATION_FILES, plain_config
 from dayzero.weights.ledger import SourceFile, SourceTensor, read_lines
 from dayzero.weights.loading import CheckpointSource, open_checkpoint
 from dayzero.weights.placement import place
-from dayzero.weights.plain_config import QUANTIZATION_FILES, plain_config
-from dayzero.weights.publishing import Output, kept_if_sound, open_output
+from dayzero.weights.places.publishing import Output, kept_if_sound, open_output
+from dayzero.weights.places.stores import Source, open_source
+from dayzero.weights.places.workfolder import KEY_FILE
+from dayzero.weights.proof.expected import RELEASE_FOLDER
+from dayzero.weights.proof.verify import LAYOUT_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, source_problems
 from dayzero.weights.quantize.artifact import quantize_checkpoint
 from dayzero.weights.running import HASHES_FILE, Copying
-from dayzero.weights.stores import Source, open_source
-from dayzero.weights.verify import LAYOUT_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, source_problems
-from dayzero.weights.workfolder import KEY_FILE
 from dayzero.weights.writing import DONE_SUFFIX
 
 # Beside the release's settings, small files travel along (licence, readme, code); larger ones are no settings.

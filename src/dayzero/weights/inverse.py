@@ -20,13 +20,13 @@ from dayzero.core.sharding import Box
 from dayzero.model.headers import TensorEntry
 from dayzero.model.release import damaged
 from dayzero.weights.algebra import Digit, Piece, View
-from dayzero.weights.expected import RELEASE_FOLDER
 from dayzero.weights.ledger import SourceTensor, operation_of, pieces_of_entry, read_lines
-from dayzero.weights.one_origin import first_flaw
 from dayzero.weights.origin import Origin
 from dayzero.weights.placement import owned_parameters
+from dayzero.weights.proof.expected import RELEASE_FOLDER
+from dayzero.weights.proof.one_origin import first_flaw
+from dayzero.weights.proof.verify import LAYOUT_FILE, MODEL_FILE, SOURCES_FILE
 from dayzero.weights.reading import ByteStore
-from dayzero.weights.verify import LAYOUT_FILE, MODEL_FILE, SOURCES_FILE
 
 
 def artifact_origin(folder: Path, store: ByteStore) -> Origin:

@@ -20,9 +20,9 @@ from dayzero.model.resolve import resolve
 from dayzero.weights.algebra import View
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.decoding import Decoder
+from dayzero.weights.forms.stored import Decoded, decode_stored, is_quantized
 from dayzero.weights.mapping import CheckpointMap, ComputedGroup, map_checkpoint
 from dayzero.weights.reading import ByteStore, LocalStore, SourceReader
-from dayzero.weights.stored_forms import Decoded, decode_stored, is_quantized
 from dayzero.weights.symbolic import torch_dtype
 from dayzero.weights.writing import MadeSource
 

@@ -19,16 +19,16 @@ from dayzero.core.artifact import ArtifactLayout, WeightsReport
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Problem
 from dayzero.core.records import from_dict, read_json, read_record
+from dayzero.weights.checks.examining import judge_values
 from dayzero.weights.convert import report
-from dayzero.weights.examining import judge_values
 from dayzero.weights.files import Progress, hash_file, sync_tree
 from dayzero.weights.finishing import finish
 from dayzero.weights.ledger import SourceFile, SourceTensor, entry_of, read_lines
 from dayzero.weights.parts import PART_FILE, PART_SEAL, PartRecord, part_folder
-from dayzero.weights.proof import problem
-from dayzero.weights.shards import shard_problems
-from dayzero.weights.verify import LAYOUT_FILE, MODEL_FILE, SOURCES_FILE, STATE_FILE, seal
-from dayzero.weights.workfolder import KEY_FILE, locked_work_folder, prepare, publish
+from dayzero.weights.places.workfolder import KEY_FILE, locked_work_folder, prepare, publish
+from dayzero.weights.proof.conservation import problem
+from dayzero.weights.proof.shards import shard_problems
+from dayzero.weights.proof.verify import LAYOUT_FILE, MODEL_FILE, SOURCES_FILE, STATE_FILE, seal
 from dayzero.weights.writing import Written
 
 Parts = dict[int, tuple[Path, PartRecord]]  # by number

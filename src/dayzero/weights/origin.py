@@ -18,14 +18,14 @@ from dayzero.model.headers import TensorEntry
 from dayzero.weights.algebra import View
 from dayzero.weights.changes import Changes
 from dayzero.weights.decoding import Decoder
+from dayzero.weights.forms.plain_config import plain_config
 from dayzero.weights.loading import open_checkpoint
-from dayzero.weights.plain_config import plain_config
+from dayzero.weights.places.stores import Source
 from dayzero.weights.quantize.encoding import Quantized, ViewRows
 from dayzero.weights.quantize.on_disk import choose_stored, quantization_config
 from dayzero.weights.quantize.policy import Policy
 from dayzero.weights.quantize.rewrite import Rewritten
 from dayzero.weights.reading import ByteStore, SourceReader
-from dayzero.weights.stores import Source
 from dayzero.weights.writing import MadeSource
 
 

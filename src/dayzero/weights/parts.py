@@ -25,21 +25,21 @@ from dayzero.core.plan import Layout
 from dayzero.core.records import STRICT, read_record, to_dict, write_record, write_text_atomic
 from dayzero.core.units import KIB
 from dayzero.model.release import damaged
-from dayzero.weights.census import TensorStatistics
 from dayzero.weights.changes import NO_CHANGES, Changes
+from dayzero.weights.checks.census import TensorStatistics
+from dayzero.weights.checks.examining import check_published, require_readable
 from dayzero.weights.convert import artifact_key, copy_settings, left_out, settled_config, source_files
-from dayzero.weights.examining import check_published, require_readable
-from dayzero.weights.expected import RELEASE_FOLDER
 from dayzero.weights.files import Progress, hash_file, sync_tree
 from dayzero.weights.finishing import source_list, stored
 from dayzero.weights.ledger import SourceTensor, read_lines, to_line
 from dayzero.weights.loading import CheckpointSource, open_checkpoint
 from dayzero.weights.placement import StoredFile, place
+from dayzero.weights.places.stores import Source, open_source
+from dayzero.weights.places.workfolder import KEY_FILE, locked_work_folder, prepare, publish
+from dayzero.weights.proof.expected import RELEASE_FOLDER
+from dayzero.weights.proof.verify import MODEL_FILE, SOURCES_FILE, STATE_FILE, seal
 from dayzero.weights.reading import SourceReader, UnsoundSource
 from dayzero.weights.running import HASHES_FILE, Copying
-from dayzero.weights.stores import Source, open_source
-from dayzero.weights.verify import MODEL_FILE, SOURCES_FILE, STATE_FILE, seal
-from dayzero.weights.workfolder import KEY_FILE, locked_work_folder, prepare, publish
 from dayzero.weights.writing import DONE_SUFFIX, Written, whole_sources
 
 PART_FILE, PART_SEAL = "part.json", "part.sha256"  # the record is written last: a part that has it is whole

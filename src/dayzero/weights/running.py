@@ -15,11 +15,11 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.records import from_dict, to_dict
 from dayzero.core.runstore import free_bytes
 from dayzero.core.units import MIB, format_bytes
-from dayzero.weights.census import TensorCensus, TensorStatistics
+from dayzero.weights.checks.census import TensorCensus, TensorStatistics
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.files import Progress
 from dayzero.weights.placement import StoredFile
-from dayzero.weights.publishing import Output
+from dayzero.weights.places.publishing import Output
 from dayzero.weights.reading import SourceReader
 from dayzero.weights.writing import MadeSource, Stopped, Written, finished, hash_source, write_file
 

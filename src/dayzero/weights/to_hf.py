@@ -20,17 +20,17 @@ from dayzero.core.records import write_record, write_text_atomic
 from dayzero.model.release import CONFIG, open_release
 from dayzero.model.remote.objects import is_remote
 from dayzero.weights.changes import NO_CHANGES, Changes
+from dayzero.weights.checks.examining import check_published, judge_values
 from dayzero.weights.convert import copy_settings, left_out
-from dayzero.weights.examining import check_published, judge_values
 from dayzero.weights.files import Progress
 from dayzero.weights.inverse import artifact_origin
 from dayzero.weights.origin import Origin, release_origin
 from dayzero.weights.placement import pack_files
-from dayzero.weights.publishing import kept_if_sound, open_output
+from dayzero.weights.places.publishing import kept_if_sound, open_output
+from dayzero.weights.places.stores import has_file, open_artifact, open_source
+from dayzero.weights.places.workfolder import KEY_FILE
+from dayzero.weights.proof.verify import LAYOUT_FILE
 from dayzero.weights.running import HASHES_FILE, Copying
-from dayzero.weights.stores import has_file, open_artifact, open_source
-from dayzero.weights.verify import LAYOUT_FILE
-from dayzero.weights.workfolder import KEY_FILE
 from dayzero.weights.writing import DONE_SUFFIX
 
 SHARD_BYTES = 5 * 10**9  # what transformers writes by default

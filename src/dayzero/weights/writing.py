@@ -17,7 +17,7 @@ from dayzero.core.artifact import LedgerEntry, ShardFile, SourceRange
 from dayzero.core.errors import DayZeroError
 from dayzero.core.records import STRICT, read_record, record_json, write_text_atomic
 from dayzero.core.units import MIB
-from dayzero.weights.census import TensorCensus, TensorStatistics
+from dayzero.weights.checks.census import TensorCensus, TensorStatistics
 from dayzero.weights.copying import RUN_BYTES, BlockCopier, is_run, linear_pieces, segments
 from dayzero.weights.files import sync_folder
 from dayzero.weights.ledger import TensorHash, file_checksum, ledger_entry, source_range

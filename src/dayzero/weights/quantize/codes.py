@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from dayzero.core.errors import DayZeroError
-from dayzero.weights.formats_values import EXPONENT_BIAS, FP4_VALUES
+from dayzero.weights.forms.values import EXPONENT_BIAS, FP4_VALUES
 from dayzero.weights.quantize import fast
 from dayzero.weights.quantize.presets import Preset
 

@@ -21,7 +21,7 @@ from dayzero.model.stored.scales import Packing
 from dayzero.weights.algebra import View
 from dayzero.weights.copying import BlockCopier
 from dayzero.weights.decoding import Decoder, ReadStored
-from dayzero.weights.formats_values import pack_words
+from dayzero.weights.forms.values import pack_words
 from dayzero.weights.quantize import fast
 from dayzero.weights.quantize.codes import Codes, decode, encode_plainly, scales_of
 from dayzero.weights.quantize.evidence import ErrorSums

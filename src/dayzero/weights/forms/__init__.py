@@ -1,0 +1,1 @@
+"""Quantized and packed forms that releases use, decoded to the numbers they stand for."""

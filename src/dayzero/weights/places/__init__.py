@@ -1,0 +1,1 @@
+"""Where sources are read from and results go: folders, hub caches, object stores."""

@@ -1,0 +1,1 @@
+"""What an artifact proves of itself and of its source, without the run that made it."""
