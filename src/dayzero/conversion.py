@@ -1,6 +1,7 @@
 """The `convert` verb: what to convert for, where to, and what is printed. It stands between the command line and `weights`."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -180,7 +181,25 @@ def problems_table(report: dict[str, Any]) -> Any:
 def result_table(report: dict[str, Any]) -> Any:
     rate = report["bytes_written"] / max(report["seconds"], 1e-9)
     reused = " (an artifact that was there is reused)" if report.get("reused") else ""
-    return (
-        f"{report['artifact']}: {format_bytes(report['bytes_written'])} written in {report['seconds']:.1f} s, "
-        f"{format_bytes(rate)}/s{reused}"
-    )
+    lines = [
+        f"{report.get('artifact') or report.get('file')}: {format_bytes(report['bytes_written'])} written in "
+        f"{report['seconds']:.1f} s, {format_bytes(rate)}/s{reused}"
+    ]
+    if (made := report.get("quantize")) is not None:
+        lines += _quantized(made)
+    lines += [f"  {problem['severity']}: {problem['detail']}" for problem in report["problems"]]
+    return "\n".join(lines)
+
+
+def _quantized(made: dict[str, Any]) -> list[str]:
+    """What was stored in fewer bits, what that lost, and what stayed."""
+    errors = sorted(made["errors"], key=lambda one: -one["relative"])
+    if not errors:
+        return ["  nothing was quantized"]
+    middle, worst = errors[len(errors) // 2], errors[0]
+    reasons = Counter(made["kept"].values())
+    return [
+        f"  {made['preset']}: {len(errors)} matrices, relative error {middle['relative']:.3g} in the middle, "
+        f"{worst['relative']:.3g} at worst ({worst['tensor']})",
+        "  kept: " + "; ".join(f"{count} ({reason})" for reason, count in reasons.most_common()),
+    ]

@@ -18,6 +18,7 @@ BELOW = {
     "weights": {"core", "ops", "model"},
     "devices": {"core", "ops", "model"},
     "runtime": {"core", "ops", "model", "weights", "devices"},
+    "calibrate": {"core", "ops", "model", "weights", "runtime"},
     "serve": {"core", "ops", "model", "weights", "devices", "runtime"},
     "validate": {"core", "ops", "model", "weights", "devices", "runtime"},
     "calibrate": {"core", "ops", "model", "weights", "runtime"},

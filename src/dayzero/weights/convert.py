@@ -13,6 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def _convert(
         scrap.unlink(missing_ok=True)
     records = output.seal(_sizes(work, artifact))
     told = release.problems + checkpoint.warnings + published + values + left_out(release)
-    return report(out, records, artifact, told, reader.bytes_read, copying.bytes_written, started)
+    done = report(out, records, artifact, told, reader.bytes_read, copying.bytes_written, started)
+    return replace(done, quantize=quantized.record()) if quantized is not None else done
 
 
 def settled_config(

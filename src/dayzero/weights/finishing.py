@@ -15,11 +15,9 @@ from dayzero.core.records import write_record, write_text_atomic
 from dayzero.model.headers import TensorEntry
 from dayzero.weights.files import hash_file, sync_tree
 from dayzero.weights.ledger import ALGORITHM, SourceTensor, to_line
-from dayzero.weights.proof.expected import RELEASE_FOLDER
+from dayzero.weights.proof.expected import QUANTIZATION_FILE, RELEASE_FOLDER
 from dayzero.weights.proof.verify import LAYOUT_FILE, MODEL_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, seal
 from dayzero.weights.writing import Written
-
-QUANTIZATION_FILE = "quantization.json"
 
 
 def source_list(

@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from dayzero.core.artifact import ArtifactLayout, LedgerEntry, SourceRange
+from dayzero.core.artifact import ArtifactLayout, ArtifactQuantization, LedgerEntry, SourceRange
 from dayzero.core.model import ModelDescription, Problem
+from dayzero.core.records import read_record
 from dayzero.model.headers import TensorEntry
 from dayzero.model.release import damaged, open_release
 from dayzero.model.resolve import resolve
@@ -31,6 +32,7 @@ from dayzero.weights.reading import SourceReader
 from dayzero.weights.writing import MadeSource, describe_tensor, hash_source
 
 RELEASE_FOLDER = "release"
+MODEL_FILE, QUANTIZATION_FILE = "model.json", "quantization.json"
 WORKERS = 2  # as conversion: one hashes while the other waits for the disk, and both where there are two cores
 SAME_BYTES = "the same bytes as "  # how `loading` begins the reason of a tied tensor that is stored twice
 
@@ -90,12 +92,22 @@ def expect(
     Raises DayZeroError where the source, or what is recorded of it, is not one that could have been converted.
     """
     from dayzero.weights.loading import open_checkpoint
+    from dayzero.weights.quantize.artifact import quantize_chosen, recorded_choices
 
-    if artifact.quantization is not None:
-        return f"quantized to {artifact.quantization}: the mapping of quantized tensors is not derived again here"
+    if artifact.quantization is not None and source is None:
+        return f"quantized to {artifact.quantization}: which codes they ought to be is told with --source only"
     listed: frozenset[str] = frozenset()
     if source is not None:
-        checkpoint = open_checkpoint(source.release, model, source.store)
+        plain = model if artifact.quantization is None else source.describe()
+        checkpoint = open_checkpoint(source.release, plain, source.store, decoded=source.decode(plain.dtype))
+        if artifact.quantization is not None:
+            record = read_record(ArtifactQuantization, folder / QUANTIZATION_FILE)
+            if record.calibration:
+                return "its codes were chosen by calibration: they are proved to be what was written, not what is best"
+            again = quantize_chosen(checkpoint, plain, recorded_choices(record, plain))
+            if again.model.parameters != model.parameters:
+                return f"{MODEL_FILE} is not what this release gives when its parameters are quantized as recorded"
+            checkpoint = again.checkpoint
     elif decoded:
         return "the release was stored quantized or packed: how it is decoded is told with --source only"
     else:

@@ -27,11 +27,11 @@ from dayzero.weights.ledger import SourceTensor, operation_of, read_lines
 from dayzero.weights.placement import is_optional, owned_parameters
 from dayzero.weights.places.stores import Source, open_source
 from dayzero.weights.proof.conservation import Conservation, place_of, problem
-from dayzero.weights.proof.expected import WORKERS, ByteProof, Expected, changed_sources, expect
+from dayzero.weights.proof.expected import MODEL_FILE, WORKERS, ByteProof, Expected, changed_sources, expect
 from dayzero.weights.proof.shards import shard_problems
 from dayzero.weights.reading import ByteStore, LocalStore, SourceReader
 
-LAYOUT_FILE, MODEL_FILE, SOURCES_FILE, STATE_FILE = "layout.json", "model.json", "sources.jsonl", "source_files.json"
+LAYOUT_FILE, SOURCES_FILE, STATE_FILE = "layout.json", "sources.jsonl", "source_files.json"
 
 
 SEAL_FILE = "layout.sha256"  # of layout.json, which holds everything else's

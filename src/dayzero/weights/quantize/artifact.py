@@ -11,6 +11,7 @@ from dayzero.weights.loading import CheckpointSource
 from dayzero.weights.quantize.codes import Codes
 from dayzero.weights.quantize.encoding import ViewRows
 from dayzero.weights.quantize.policy import Choice, Policy
+from dayzero.weights.quantize.presets import preset
 from dayzero.weights.quantize.rewrite import Rewritten, quantized_model
 from dayzero.weights.writing import MadeSource
 
@@ -25,13 +26,13 @@ class QuantizedCheckpoint:
     checkpoint: CheckpointSource
     rewritten: Rewritten
     choices: Mapping[str, Choice]
-    policy: Policy
     plain: ModelDescription
+    preset: str = ""
 
     def record(self) -> ArtifactQuantization:
         shapes = {one.name: one.shape for one in self.plain.parameters}
         return ArtifactQuantization(
-            preset=self.policy.preset,
+            preset=self.preset,
             dtype=self.plain.dtype,
             parameters=tuple(
                 QuantizedParameter(name=name, preset=one.preset.name, shape=shapes[name],
@@ -47,8 +48,20 @@ class QuantizedCheckpoint:
 def quantize_checkpoint(
     checkpoint: CheckpointSource, model: ModelDescription, policy: Policy, *, codes: GivenCodes | None = None
 ) -> QuantizedCheckpoint:
-    """Raises DayZeroError for a rule that speaks of nothing, or a shape that a preset cannot hold."""
-    choices = policy.choose(model.parameters)
+    """Raises DayZeroError for a rule that speaks of nothing."""
+    return replace(quantize_chosen(checkpoint, model, policy.choose(model.parameters), codes=codes), preset=policy.preset)
+
+
+def recorded_choices(record: ArtifactQuantization, model: ModelDescription) -> dict[str, Choice]:
+    """The choices that an artifact of this model was made by."""
+    chosen = {one.name: preset(one.preset) for one in record.parameters}
+    return {one.name: Choice(preset=chosen.get(one.name), reason="recorded") for one in model.parameters}
+
+
+def quantize_chosen(
+    checkpoint: CheckpointSource, model: ModelDescription, choices: Mapping[str, Choice], *, codes: GivenCodes | None = None
+) -> QuantizedCheckpoint:
+    """As `quantize_checkpoint`, parameter by parameter."""
     sources = {name: stored_behind(checkpoint, name) for name in checkpoint.views}
     made_model, made = quantized_model(
         model, checkpoint.views, choices, ViewRows(checkpoint.reader()), sources=sources, transposed=checkpoint.transposed,
@@ -60,9 +73,7 @@ def quantize_checkpoint(
     changed = replace(
         checkpoint, views=made.views, decoders=checkpoint.decoders | made.decoders, made=checkpoint.made | origins
     )
-    return QuantizedCheckpoint(
-        model=made_model, checkpoint=changed, rewritten=made, choices=choices, policy=policy, plain=model
-    )
+    return QuantizedCheckpoint(model=made_model, checkpoint=changed, rewritten=made, choices=choices, plain=model)
 
 
 def stored_behind(checkpoint: CheckpointSource, parameter: str) -> tuple[str, ...]:
