@@ -5,14 +5,14 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
-.PHONY: setup test check lint types unit demo sweep bench bench-convert clean
+.PHONY: setup test check lint types unit demo sweep round-trip damage bench bench-convert clean
 
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,gguf,quantize,dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[serve,gguf,quantize,remote,dev]'
 	$(BIN)/python -m dayzero.ops.cpu
 	@touch $@
 
@@ -40,6 +40,14 @@ demo: $(READY)
 # The engine's equality check on every decoder type transformers has (tiny instances).
 sweep: $(READY)
 	$(BIN)/python benchmarks/sweep.py
+
+# Every decoder type through rank shards of every legal layout and back, bit for bit.
+round-trip: $(READY)
+	$(BIN)/python benchmarks/round_trip.py
+
+# docs/damage.md again: what each kind of damage does here and in other tools.
+damage: $(READY)
+	$(BIN)/python scripts/damage_table.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/engine.py

@@ -11,7 +11,7 @@ from dayzero.terminal import JsonOption, app, say, show
 
 @app.command()
 def convert(
-    path: Annotated[str | None, typer.Argument(help="a release: a folder, a .gguf file, or an address")] = None,
+    paths: Annotated[list[str] | None, typer.Argument(help="a release: a folder, a .gguf file, or an address")] = None,
     out: Annotated[str | None, typer.Option("--out", help="where the result goes: a folder or an address")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="a 2_plan.json")] = None,
     tp: int = 1,
@@ -25,7 +25,7 @@ def convert(
     keep: Annotated[list[str] | None, typer.Option(help="a role, name or pattern that --quantize leaves alone")] = None,
     override: Annotated[list[str] | None, typer.Option(help="RULE=PRESET; PRESET may be none")] = None,
     part: Annotated[str | None, typer.Option(help="I/N: this host's share of the work")] = None,
-    merge: Annotated[bool, typer.Option("--merge", help="join the parts beside --out")] = False,
+    merge: Annotated[Path | None, typer.Option("--merge", help="OUT: join its parts, those named or those beside it")] = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="prove an artifact instead")] = None,
     source: Annotated[str | None, typer.Option(help="with --verify: the release it was made from")] = None,
     allow_pickle: Annotated[bool, typer.Option(help="read pickle weights, by ranges: nothing of them runs")] = False,
@@ -42,14 +42,16 @@ def convert(
         report = conversion.verify_artifact(verify, source, say)
         show(as_json, report, lambda: conversion.problems_table(report))
         return 0 if not report["problems"] else 1
-    if out is None or (path is None and not merge):
-        raise DayZeroError("convert needs a release and a place", got=f"PATH={path}, --out={out}",
+    named = paths or []
+    if merge is None and (out is None or len(named) != 1):
+        raise DayZeroError("convert needs a release and a place", got=f"PATH={' '.join(named) or None}, --out={out}",
                            want="dayzero convert PATH --out DIR", fix="give both, or --verify DIR")  # fmt: skip
     request = conversion.Request(
-        path=path, out=out, plan_file=plan_file, degrees={"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}, to=to,
-        dtype=dtype, quantize=quantize, keep=tuple(keep or ()), override=tuple(override or ()), part=part, merge=merge,
-        allow_pickle=allow_pickle, assume_unscaled=assume_unscaled, accept_values=accept_values, spool=spool,
-        keep_copy=keep_copy,
+        path=named[0] if named and merge is None else None, out=str(merge or out), merge=merge is not None,
+        parts=tuple(map(Path, named)) if merge is not None else (), part=part, plan_file=plan_file,
+        degrees={"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}, to=to, dtype=dtype, quantize=quantize,
+        keep=tuple(keep or ()), override=tuple(override or ()), allow_pickle=allow_pickle, assume_unscaled=assume_unscaled,
+        accept_values=accept_values, spool=spool, keep_copy=keep_copy,
     )  # fmt: skip
     result = conversion.convert_release(request, say)
     show(as_json, result, lambda: conversion.result_table(result))

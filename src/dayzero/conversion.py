@@ -35,6 +35,7 @@ class Request:
     override: tuple[str, ...] = ()
     part: str | None = None
     merge: bool = False
+    parts: tuple[Path, ...] = ()
     allow_pickle: bool = False
     assume_unscaled: bool = False
     accept_values: bool = False
@@ -54,7 +55,7 @@ def convert_release(asked: Request, say: Say) -> dict[str, Any]:
         from dayzero.weights.merging import merge
 
         with bytes_progress(say) as progress:
-            return record_json(merge(Path(asked.out), accept_values=asked.accept_values, progress=progress))
+            return record_json(merge(Path(asked.out), asked.parts, accept_values=asked.accept_values, progress=progress))
     assert asked.path is not None
     if asked.to == "gguf":
         from dayzero.weights.gguf.export import export_gguf

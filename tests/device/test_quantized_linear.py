@@ -103,7 +103,11 @@ def test_kernels_are_their_definition(isa, name):
         for dtype in TOLERANCE:
             for count in (1, 2, 3, 4, 5, 8, 17, 70):
                 x, bias = make(1, count, columns, seed=5).to(dtype), make(rows).to(dtype) if count % 2 else None
-                assert_close(run(x, form, parts, bias, scale), define(x, form, parts, bias, scale), f"{rows}x{columns} {dtype} {count} rows")
+                assert_close(
+                    run(x, form, parts, bias, scale),
+                    define(x, form, parts, bias, scale),
+                    f"{rows}x{columns} {dtype} {count} rows",
+                )
 
 
 @needs_kernels
@@ -166,7 +170,11 @@ def test_several_weights_of_one_input_are_one_operator_of_the_same_bits(isa):
 @needs_kernels
 def test_parts_that_do_not_fit_are_refused():
     form, (codes, scales, zeros), _ = make_weight("int8", 8, 64)
-    for x, parts in ((make(1, 80), (codes, scales, zeros)), (make(1, 64), (codes, scales[:4], zeros)), (make(1, 64), (codes, scales.long(), zeros))):
+    for x, parts in (
+        (make(1, 80), (codes, scales, zeros)),
+        (make(1, 64), (codes, scales[:4], zeros)),
+        (make(1, 64), (codes, scales.long(), zeros)),
+    ):
         with pytest.raises(RuntimeError, match="dayzero::quantized"):
             run(x, form, parts)
     assert run(make(0, 64), form, (codes, scales, zeros)).shape == (0, 8)

@@ -27,7 +27,13 @@ EVERY = ("int8", "int8-g32", "int8-asym", "int4-g32", "int4-g32-asym", "fp8", "f
 CASES = [("llama", name) for name in EVERY]
 CASES += [("mixtral", name) for name in ("int8", "int4-g32-asym", "mxfp4", "w8a8", "fp8")]
 CASES += [("gpt_oss", name) for name in ("int8", "int4-g32", "mxfp4")]
-CASES += [("deepseek_v3", "int8"), ("deepseek_v3", "int4-g32"), ("qwen3_next", "int8"), ("qwen3_next", "w8a8"), ("llama4_text", "int8")]
+CASES += [
+    ("deepseek_v3", "int8"),
+    ("deepseek_v3", "int4-g32"),
+    ("qwen3_next", "int8"),
+    ("qwen3_next", "w8a8"),
+    ("llama4_text", "int8"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,7 +58,9 @@ def make_parts(model_type, name, tiny_checkpoint, folder, **options):
 
 
 def make_quantized_engine(artifact: Path, **settings):
-    values = dict(context_tokens=256, max_sequences=8, pool_tokens=2048, block_tokens=4, chunk_tokens=16, dtype="float32", threads=1)
+    values = dict(
+        context_tokens=256, max_sequences=8, pool_tokens=2048, block_tokens=4, chunk_tokens=16, dtype="float32", threads=1
+    )
     return load_engine(EngineSpec(artifact=str(artifact), model="quantized", **(values | settings)))
 
 
@@ -119,7 +127,9 @@ def test_every_tier_answers_requests_alone_and_among_others(tier, kernels, tiny_
     engine = make_quantized_engine(artifact, tier=tier, kernels=kernels)
     assert engine.info.tier == tier
     linears = [one for one in engine.runner.model.module.modules() if isinstance(one, QuantizedLinear)]
-    assert len(linears) == len(numbers) and all(one.compiled == (kernels == "auto" and load_kernels().available) for one in linears)
+    assert len(linears) == len(numbers) and all(
+        one.compiled == (kernels == "auto" and load_kernels().available) for one in linears
+    )
     prompts = make_prompts([1, 7, 16, 33, 50])
     alone = run_requests(engine, {"a": (prompts[3], greedy(12))})["a"]
     together = run_requests(engine, {f"r{i}": (prompt, greedy(12)) for i, prompt in enumerate(prompts)}, every=2)
@@ -130,7 +140,7 @@ def test_every_tier_answers_requests_alone_and_among_others(tier, kernels, tiny_
     assert all(one.site.tolist() == [-1, -1] for one in linears)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4-g32", "w8a8"])
+@pytest.mark.parametrize("name", ["int4-g32-asym", "w8a8"])
 def test_compiled_layers_take_the_parts_as_inputs(name, tiny_checkpoint, folder, tmp_path, monkeypatch):
     if not load_kernels().available:
         pytest.skip("no C++ compiler on this machine: layers run as modules there")
@@ -158,7 +168,7 @@ def test_layers_with_quantized_experts_stay_modules_and_say_why(tiny_checkpoint,
 
 
 def test_whoever_reads_a_weight_finds_the_numbers(tiny_checkpoint, folder):
-    checkpoint, artifact, numbers = make_parts("gpt_oss", "int4-g32", tiny_checkpoint, folder)
+    _, artifact, numbers = make_parts("gpt_oss", "int4-g32", tiny_checkpoint, folder)
     engine = make_quantized_engine(artifact)
     module = engine.runner.model.module
     seen = 0
@@ -187,7 +197,11 @@ def test_in_bfloat16_a_request_is_the_same_bits_in_any_company(tiny_checkpoint, 
             prompts = make_prompts([13, 9, 40, 5], seed=4)
             alone = run_requests(engine, {"a": (prompts[0], greedy(16, top_logprobs=2))})["a"]
             engine.reset_prefix_cache()
-            together = run_requests(engine, {n: (p, greedy(16, top_logprobs=2)) for n, p in zip("xyaz", [*prompts[1:3], prompts[0], prompts[3]])}, every=1)
+            together = run_requests(
+                engine,
+                {n: (p, greedy(16, top_logprobs=2)) for n, p in zip("xyaz", [*prompts[1:3], prompts[0], prompts[3]])},
+                every=1,
+            )
             assert [one.logprob for one in together["a"]] == [one.logprob for one in alone]
             engine.close()
 

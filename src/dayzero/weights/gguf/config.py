@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dayzero.core.errors import DayZeroError, one_line
-from dayzero.weights.gguf.fetched import CONFIG_KEYS, _shortest, config_differences
+from dayzero.weights.gguf.fetched import CONFIG_KEYS, config_differences, shortest_decimals
 from dayzero.weights.gguf.header import GgufHeader, write_stand_in
 
 VOCABULARY = "tokenizer.ggml."
@@ -52,7 +52,7 @@ def config_object(path: Path, read: dict[str, Any]) -> Any:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     try:
-        return CONFIG_MAPPING[read["model_type"]].from_dict(_shortest(read))
+        return CONFIG_MAPPING[read["model_type"]].from_dict(shortest_decimals(read))
     except Exception as error:  # as above
         raise unreadable_file(path, error) from error
 

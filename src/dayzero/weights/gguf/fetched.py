@@ -46,7 +46,7 @@ def write_release(gguf: Path, folder: Path, *, progress: Progress | None = None)
     if progress:
         progress("reading the GGUF file", 0, 0)
     model, config = _load(gguf, metadata)
-    tokenizer = _tokenizer(gguf, metadata)
+    tokenizer = tokenizer_of(gguf, metadata)
     differences = config_differences(metadata, config.to_dict()) + tokenizer_differences(metadata, tokenizer)
     if differences:
         raise DayZeroError(f"{gguf.name}: what was read disagrees with its metadata", got="; ".join(differences),
@@ -57,8 +57,8 @@ def write_release(gguf: Path, folder: Path, *, progress: Progress | None = None)
     model.save_pretrained(folder, max_shard_size=SHARD_BYTES)
     tokenizer.save_pretrained(folder, save_jinja_files=False)
     local = ("backend", "is_local", "local_files_only")
-    _rewrite(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}, drop=local)
-    _rewrite(folder / "config.json", {}, drop=("_model_name_or_path", "unk_token_id"))
+    rewrite_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"}, drop=local)
+    rewrite_json(folder / "config.json", {}, drop=("_model_name_or_path", "unk_token_id"))
     for path in folder.iterdir():
         path.chmod(0o644)
 
@@ -128,7 +128,7 @@ def _load(gguf: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
     disable_progress_bar()  # progress is the caller's to show
 
     read = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name, trust_remote_code=False)
-    plain = {key: _shortest(value) for key, value in read.to_dict().items() if key != "_name_or_path"}
+    plain = {key: shortest_decimals(value) for key, value in read.to_dict().items() if key != "_name_or_path"}
     config = type(read).from_dict(plain)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     # Through this function rather than from_pretrained(gguf_file=...), which also wants the accelerate package.
@@ -144,7 +144,7 @@ def _load(gguf: Path, metadata: dict[str, Any]) -> tuple[Any, Any]:
     return model, model.config
 
 
-def _tokenizer(gguf: Path, metadata: dict[str, Any]) -> Any:
+def tokenizer_of(gguf: Path, metadata: dict[str, Any]) -> Any:
     """transformers' tokenizer of the file, with the splits its `tokenizer.ggml.pre` stands for."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
@@ -163,13 +163,13 @@ def _tokenizer(gguf: Path, metadata: dict[str, Any]) -> Any:
     return tokenizer
 
 
-def _shortest(value: Any) -> Any:
+def shortest_decimals(value: Any) -> Any:
     """A float32 value widened to a double, back to the shortest decimal that means it (1e-05, not 9.99999974e-06)."""
     if isinstance(value, float) and float(np.float32(value)) == value:
         return float(str(np.float32(value)))
-    return {key: _shortest(item) for key, item in value.items()} if isinstance(value, dict) else value
+    return {key: shortest_decimals(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
-def _rewrite(path: Path, changes: dict[str, Any], *, drop: tuple[str, ...]) -> None:
+def rewrite_json(path: Path, changes: dict[str, Any], *, drop: tuple[str, ...]) -> None:
     data = {key: value for key, value in json.loads(path.read_text()).items() if key not in drop} | changes
     path.write_text(json.dumps(data, indent=2, ensure_ascii=False) + "\n")

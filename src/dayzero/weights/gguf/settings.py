@@ -13,7 +13,7 @@ from typing import Any
 
 from dayzero.core.errors import DayZeroError
 from dayzero.model.release import TOKENIZER_SETTINGS
-from dayzero.weights.gguf.fetched import _rewrite, _tokenizer, read_metadata, tokenizer_differences
+from dayzero.weights.gguf.fetched import read_metadata, rewrite_json, tokenizer_differences, tokenizer_of
 from dayzero.weights.gguf.source import GgufSource
 
 
@@ -28,22 +28,24 @@ def write_settings(source: GgufSource, folder: Path, *, tokenizer: Path | None =
     metadata = read_metadata(source.path)
     beside = tokenizer or source.path.parent
     files = [name for name in TOKENIZER_SETTINGS if (beside / name).is_file()]
-    if any(name.startswith("tokenizer.") for name in files):
+    made: Any = None
+    if "tokenizer.ggml.tokens" not in metadata:  # weights alone: tokens go in and out as ids
+        files, differences = [], []
+    elif any(name.startswith("tokenizer.") for name in files):
         made = AutoTokenizer.from_pretrained(beside, trust_remote_code=False)
         differences = _vocabulary_differences(metadata, made)
     else:
-        made, files = _tokenizer(source.path, metadata), []
+        made, files = tokenizer_of(source.path, metadata), []
         differences = tokenizer_differences(metadata, made)
     if differences:
         raise DayZeroError(f"{source.path.name}: what was read disagrees with its metadata", got="; ".join(differences),
                            want="the values in the file", fix="use another version of transformers")  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
-    if files:
-        for name in files:
-            shutil.copyfile(beside / name, folder / name)
-    else:
+    for name in files:
+        shutil.copyfile(beside / name, folder / name)
+    if made is not None and not files:
         made.save_pretrained(folder, save_jinja_files=False)
-        _rewrite(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"},
+        rewrite_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast"},
                  drop=("backend", "is_local", "local_files_only"))  # fmt: skip
     ids = {name: source.config.get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     for name, content in (("config.json", source.config), ("generation_config.json", ids)):

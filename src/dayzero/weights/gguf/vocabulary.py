@@ -18,7 +18,7 @@ from typing import Any
 from dayzero.core.errors import DayZeroError, one_line
 from dayzero.core.model import Problem
 from dayzero.model.release import Release
-from dayzero.weights.gguf.fetched import CONTROL_TOKEN, PRE_TOKENIZERS, TOKEN_KEYS, _tokenizer, tokenizer_differences
+from dayzero.weights.gguf.fetched import CONTROL_TOKEN, PRE_TOKENIZERS, TOKEN_KEYS, tokenizer_differences, tokenizer_of
 
 NORMAL_TOKEN, USER_TOKEN, UNUSED_TOKEN = 1, 4, 5  # gguf TokenType
 # What both tokenizers encode in the end: several scripts, numbers, spaces, code, marks, and every added token between words.
@@ -121,7 +121,7 @@ def check_vocabulary(path: Path, metadata: Mapping[str, Any], ours: Vocabulary) 
                            want="the release's tokenizer", fix="report this with the tokenizer.json")  # fmt: skip
     pre = metadata["tokenizer.ggml.pre"]
     try:
-        read = _tokenizer(path, dict(metadata)) if pre in PRE_TOKENIZERS else AutoTokenizer.from_pretrained(
+        read = tokenizer_of(path, dict(metadata)) if pre in PRE_TOKENIZERS else AutoTokenizer.from_pretrained(
             path.parent, gguf_file=path.name, trust_remote_code=False
         )  # fmt: skip
     except Exception as error:  # transformers raises many types; all of them are about what the file says

@@ -7,6 +7,7 @@ stays plain, and that is said.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from dayzero.model.headers import TensorEntry
 from dayzero.weights.algebra import View
 from dayzero.weights.quantize.policy import Choice
 from dayzero.weights.quantize.presets import Preset
+
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def choose_stored(
@@ -50,10 +53,28 @@ def choose_stored(
         if why is not None:
             presets.pop(source)
             kept[source] = why
+    _experts_alike(presets, kept)
     for source in tensors:
         if source not in presets:
             kept.setdefault(source, "fills no parameter that is quantized")
     return presets, kept
+
+
+def _experts_alike(presets: dict[str, Preset], kept: dict[str, str]) -> None:
+    """Experts of one layer are stored all alike, or not at all: readers stack them, and some fill what is stored otherwise
+    with random numbers (transformers 5.24 does, with a line in a log)."""
+    stacks: dict[str, list[str]] = {}
+    for name in [*presets, *kept]:
+        found = EXPERT.search(name)
+        if found is not None:
+            stacks.setdefault(name[: found.start()], []).append(name)
+    for names in stacks.values():
+        forms = {presets[name].name if name in presets else None for name in names}
+        if len(forms) > 1:
+            odd = next((name for name in names if name not in presets), names[0])
+            for name in names:
+                if presets.pop(name, None) is not None:
+                    kept[name] = f"experts of a layer are stored alike, and {odd} cannot be stored so"
 
 
 def quantization_config(presets: Mapping[str, Preset], tensors: Mapping[str, TensorEntry]) -> dict[str, Any]:
