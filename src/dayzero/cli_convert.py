@@ -24,6 +24,8 @@ def convert(
     quantize: Annotated[str | None, typer.Option(help="a preset: int8, w8a8, int4-g128, fp8, mxfp4, ...")] = None,
     keep: Annotated[list[str] | None, typer.Option(help="a role, name or pattern that --quantize leaves alone")] = None,
     override: Annotated[list[str] | None, typer.Option(help="RULE=PRESET; PRESET may be none")] = None,
+    calibrate: Annotated[str | None, typer.Option(help="choose codes on a text file, or default")] = None,
+    method: Annotated[str, typer.Option(help="with --calibrate: gptq, or scales alone")] = "gptq",
     part: Annotated[str | None, typer.Option(help="I/N: this host's share of the work")] = None,
     merge: Annotated[Path | None, typer.Option("--merge", help="OUT: join its parts, those named or those beside it")] = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="prove an artifact instead")] = None,
@@ -50,8 +52,9 @@ def convert(
         path=named[0] if named and merge is None else None, out=str(merge or out), merge=merge is not None,
         parts=tuple(map(Path, named)) if merge is not None else (), part=part, plan_file=plan_file,
         degrees={"tp": tp, "pp": pp, "ep": ep, "dp": dp, "cp": cp}, to=to, dtype=dtype, quantize=quantize,
-        keep=tuple(keep or ()), override=tuple(override or ()), allow_pickle=allow_pickle, assume_unscaled=assume_unscaled,
-        accept_values=accept_values, spool=spool, keep_copy=keep_copy,
+        calibrate=calibrate, method=method, keep=tuple(keep or ()), override=tuple(override or ()),
+        allow_pickle=allow_pickle, assume_unscaled=assume_unscaled, accept_values=accept_values, spool=spool,
+        keep_copy=keep_copy,
     )  # fmt: skip
     result = conversion.convert_release(request, say)
     show(as_json, result, lambda: conversion.result_table(result))

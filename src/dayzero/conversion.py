@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
+from dayzero.calibration import calibrated_codes, discard
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Layout, Plan
@@ -33,6 +34,8 @@ class Request:
     quantize: str | None = None
     keep: tuple[str, ...] = ()
     override: tuple[str, ...] = ()
+    calibrate: str | None = None
+    method: str = "gptq"
     part: str | None = None
     merge: bool = False
     parts: tuple[Path, ...] = ()
@@ -62,13 +65,40 @@ def convert_release(asked: Request, say: Say) -> dict[str, Any]:
 
         with bytes_progress(say) as progress:
             return to_dict(export_gguf(Path(asked.path), Path(asked.out), asked.quantize or "bf16", progress=progress))
-    changes = _changes(asked)
+    changes, folder = _calibrated(asked, _changes(asked), say)
+    made = _converted(asked, changes, say)
+    if folder is not None:
+        discard(folder)  # what was made holds all of it
+    return made
+
+
+def _converted(asked: Request, changes: Any, say: Say) -> dict[str, Any]:
+    assert asked.path is not None
     if asked.to == "hf":
         from dayzero.weights.to_hf import export
 
         with bytes_progress(say) as progress:
             return record_json(export(asked.path, asked.out, changes=changes, progress=progress))
     return _to_shards(asked, changes, say)
+
+
+def _calibrated(asked: Request, changes: Any, say: Say) -> tuple[Any, Path | None]:
+    """The changes with codes chosen on text, and the folder that holds those, where that was asked for."""
+    if asked.calibrate is None:
+        if changes.quantize is not None and asked.quantize == "w8a8-static":
+            raise DayZeroError("scales of a layer's inputs are measured", got="w8a8-static without a text", want="--calibrate",
+                               fix="give --calibrate default, or take w8a8")  # fmt: skip
+        return changes, None
+    if changes.quantize is None or asked.part is not None:
+        raise DayZeroError("--calibrate chooses codes", got="no --quantize" if asked.part is None else "a part of the work",
+                           want="a preset, and the whole of the work", fix="give --quantize, without --part")  # fmt: skip
+    if asked.to == "hf" and asked.quantize == "w8a8-static":
+        raise DayZeroError("input scales are not written to that form yet", got="--to hf --quantize w8a8-static",
+                           want="rank shards, or w8a8", fix="leave --to out, or take w8a8")  # fmt: skip
+    folder = Path(asked.out).parent / f".{Path(asked.out).name}.calibration"
+    assert asked.path is not None
+    given = calibrated_codes(Path(asked.path), changes.quantize, asked.calibrate, asked.method, folder, say)
+    return replace(changes, given=given), folder
 
 
 def _to_shards(asked: Request, changes: Any, say: Say) -> dict[str, Any]:

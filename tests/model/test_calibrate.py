@@ -201,7 +201,6 @@ def test_an_interrupted_run_goes_on_and_a_broken_file_is_made_again(tmp_path):
         calibrate_layers(replace(what, settings=Settings(method="scales")))
 
 
-
 def test_room_for_sums_changes_passes_and_nothing_else(tmp_path):
     one = subject("mixtral", tmp_path / "one")
     few = subject("mixtral", tmp_path / "few")

@@ -96,7 +96,9 @@ def test_calibrated_is_better_than_data_free_on_text_not_calibrated_on(kind, nam
 
 
 def test_the_figures_are_what_whole_models_give(dense):
-    effect = measure_effect((dense.skeleton(), dense.skeleton()), dense.stored.__getitem__, dense.provider("int4-g32"), HELD_OUT)
+    effect = measure_effect(
+        (dense.skeleton(), dense.skeleton()), dense.stored.__getitem__, dense.provider("int4-g32"), HELD_OUT
+    )
     other = copy.deepcopy(dense.model)
     provide = dense.provider("int4-g32")
     for name, parameter in other.named_parameters():
@@ -200,7 +202,9 @@ def test_sizes_are_those_of_the_stored_parts(name):
     from dayzero.weights.quantize.encoding import Quantized
 
     one = preset(name)
-    parts = Quantized(name="w", view=View.of("w", (3, 130, 256), "bfloat16"), preset=one, sources=()).stored_parts(packed_zeros=False)
+    parts = Quantized(name="w", view=View.of("w", (3, 130, 256), "bfloat16"), preset=one, sources=()).stored_parts(
+        packed_zeros=False
+    )
     wanted = sum(math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in parts.values())
     assert stored_bytes((3, 130, 256), one, torch.bfloat16) == wanted
     assert stored_bytes((3, 256, 130), one, torch.bfloat16, turned=True) == wanted

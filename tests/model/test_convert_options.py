@@ -199,3 +199,19 @@ def test_options_that_do_not_go_together_are_told(moe: Path, tmp_path: Path, opt
     with pytest.raises(DayZeroError, match=words):
         convert_release(Request(path=str(moe), out=str(tmp_path / "out"), **({"degrees": one_rank()} | options)), quiet)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("form", [{"to": "hf"}, {"degrees": {"tp": 2, "pp": 1, "dp": 1, "cp": 1, "ep": 1}}], ids=["hf", "tp2"])
+def test_codes_chosen_on_text_go_into_the_stream_and_say_so(moe: Path, tmp_path: Path, form: dict) -> None:
+    """The same weights, other codes than from the weights alone; nothing of the calibration stays behind."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"The quick brown fox jumps over {number} lazy dogs.\n\n" for number in range(1500)))
+    asked = Request(path=str(moe), out=str(tmp_path / "out"), quantize="int8", calibrate=str(text), **form)
+    report = convert_release(asked, quiet)["quantize"]
+    assert report["calibration"]["method"] == "gptq" and len(report["calibration"]["data_sha256"]) == 64
+    alone = convert_release(Request(path=str(moe), out=str(tmp_path / "alone"), quantize="int8", **form), quiet)["quantize"]
+    errors = {one["tensor"]: one["relative"] for one in alone["errors"]}
+    assert alone["calibration"] == {} and any(one["relative"] != errors[one["tensor"]] for one in report["errors"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out", "text.txt"]
+    if "to" not in form:
+        assert prove(tmp_path / "out", moe).problems == ()

@@ -51,7 +51,9 @@ def test_the_same_document_twice_counts_once(tmp_path):
 def test_messages_go_through_the_chat_template(tmp_path):
     path = tmp_path / "x.jsonl"
     path.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": f"message {n}"}]}) for n in range(40)))
-    chat = Encoder(encode=str.encode, render=lambda messages: f"<{messages[0]['role']}>{messages[0]['content']}", separator=(0,))
+    chat = Encoder(
+        encode=str.encode, render=lambda messages: f"<{messages[0]['role']}>{messages[0]['content']}", separator=(0,)
+    )
     made = read_sequences(path, chat, length=16, calibration=99, held_out=99)
     text = bytes(made.calibration[0] + made.calibration[1]).decode()
     assert "<user>message" in text and "\0" in text
@@ -61,7 +63,11 @@ def test_messages_go_through_the_chat_template(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "told"),
-    [('{"text": "a"}\n{"txt": "b"}', "2 is no document"), ('{"text": "a"}\n{', "2 is not JSON"), ('{"text": "a"}', "too little")],
+    [
+        ('{"text": "a"}\n{"txt": "b"}', "2 is no document"),
+        ('{"text": "a"}\n{', "2 is not JSON"),
+        ('{"text": "a"}', "too little"),
+    ],
 )
 def test_what_is_wrong_with_the_file_is_said_by_line(tmp_path, content, told):
     path = tmp_path / "x.jsonl"

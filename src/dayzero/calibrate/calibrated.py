@@ -28,6 +28,7 @@ class Calibrated:
     transposed: frozenset[str]
     layer_codes: LayerCodes
     presets: Mapping[str, Preset]
+    scaled: frozenset[str] = frozenset()  # parameters whose codes are of scaled rows or columns: not comparable by element
     unseen: tuple[str, ...] = ()  # parameters that no token's matrix product was seen to use: there are no codes of them
 
     def codes(self, parameter: str) -> Callable[[int, int], Codes] | None:
@@ -51,6 +52,12 @@ class Calibrated:
                          zeros=torch.cat(zeros) if zeros else None)  # fmt: skip
 
         return read
+
+    @property
+    def plain(self) -> frozenset[str]:
+        """Parameters that are not quantized and have other values than the release's: `layer_codes.read_plain` gives them, in
+        the dtype of the plain weight. What is stored is the quantized model only with these."""
+        return frozenset(self.layer_codes.plain)
 
     @property
     def input_scales(self) -> dict[str, float]:
@@ -89,6 +96,6 @@ def open_calibrated(folder: Path, presets: Mapping[str, Preset]) -> Calibrated:
     return Calibrated(
         record=record, matrices=tuple(one for layer in layers for one in layer.matrices), presets=presets,
         transposed=frozenset(name for layer in layers for name in layer.transposed),
-        layer_codes=LayerCodes(folder, layers, presets),
+        layer_codes=LayerCodes(folder, layers, presets), scaled=frozenset(name for layer in layers for name in layer.scaled),
         unseen=tuple(sorted({name for layer in layers for name in layer.unseen})),
     )  # fmt: skip

@@ -100,9 +100,7 @@ def calibrate(
 def chosen_presets(policy: Policy, model: ModelDescription, opened: Opened) -> dict[str, Preset]:
     """Parameters that the policy quantizes and the checkpoint fills."""
     choices = policy.choose(model.parameters)
-    return {
-        name: one.preset for name, one in choices.items() if one.preset is not None and name in opened.source.views
-    }
+    return {name: one.preset for name, one in choices.items() if one.preset is not None and name in opened.source.views}
 
 
 def release_effect(

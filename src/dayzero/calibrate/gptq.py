@@ -3,7 +3,8 @@
 Columns are rounded one after the other, the most active first; what rounding a column costs is made up for by the columns
 that are still to come (E. Frantar et al., GPTQ, 2022). Scales are chosen before, for the groups of the stored form, so that
 no order has to be stored with the codes. Where a scale is chosen from a grid, the least error weighted by how large each
-column's inputs are decides. All arithmetic is float32 except the factorisation, which is float64 where float32 fails.
+column's inputs are decides; the data-free scale is tried beside it, and the lower error of the output wins. All arithmetic
+is float32 except the factorisation, which is float64 where float32 fails.
 """
 
 from __future__ import annotations
@@ -60,11 +61,14 @@ def round_matrix(
     if feedback:
         factor, used, notes = inverse_factor(hessian, damping)
         order = torch.argsort(diagonal, descending=True, stable=True)
-        fed = Codes(codes=_feed_back(weight, factor, order, scales, zeros, preset), scales=scales, zeros=zeros)
-        loss = _loss(weight, fed, preset, hessian)
-        if loss <= best[0]:
-            best = (loss, fed)
-        else:
+        # Scales that are best for rounding alone need not be best with feedback: both are tried.
+        tried = [(scales, zeros)] + ([(plain_scales, plain_zeros)] if search_scales else [])
+        for scale, zero in tried:
+            fed = Codes(codes=_feed_back(weight, factor, order, scale, zero, preset), scales=scale, zeros=zero)
+            loss = _loss(weight, fed, preset, hessian)
+            if loss <= best[0]:
+                best = (loss, fed)
+        if best[1] is made or best[1] is plain:
             notes.append("error feedback did not pay: plain rounding is kept")
     whole = float((weight @ hessian).mul_(weight).sum())
     whole = whole if whole > 0 else 1.0

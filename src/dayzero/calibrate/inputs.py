@@ -37,10 +37,12 @@ class MatrixName:
 @dataclass(slots=True)
 class Seen:
     """`transposed`: the parameter keeps [input, output]. `products` [input, input] sums x x^T where it was asked for;
-    `tokens` counts the rows x, `largest` [input] is the largest magnitude of each column."""
+    `tokens` counts the rows x, `largest` [input] is the largest magnitude of each column,
+    `power` [input] its sum of squares."""
 
     transposed: bool
     largest: torch.Tensor
+    power: torch.Tensor
     tokens: float = 0.0
     products: torch.Tensor | None = None
 
@@ -121,7 +123,8 @@ class InputWatch(TorchDispatchMode):
             return
         seen = self.seen.get(name)
         if seen is None:
-            seen = self.seen[name] = Seen(transposed=transposed, largest=torch.zeros(inputs.shape[-1]))
+            zeros = torch.zeros(inputs.shape[-1])
+            seen = self.seen[name] = Seen(transposed=transposed, largest=zeros, power=zeros.clone())
         if seen.transposed != transposed:
             self.doubts[name.parameter] = "multiplied from both sides"
             return
@@ -129,6 +132,7 @@ class InputWatch(TorchDispatchMode):
         # Some classes give every expert every token and zeros where it was not chosen: those tokens did not reach it.
         seen.tokens += int((sizes.amax(-1) > 0).sum()) * share
         torch.maximum(seen.largest, sizes.amax(-2).float(), out=seen.largest)
+        seen.power.add_(sizes.float().square().sum(-2), alpha=share)
         if self._wanted is not None and self._wanted(name):
             products = self._squared(inputs)
             # Rows of a matrix that are multiplied apart are given the same: the sum then counts it by the rows' share.
@@ -168,6 +172,7 @@ class LayerInputs:
                 continue
             mine.tokens += one.tokens
             torch.maximum(mine.largest, one.largest, out=mine.largest)
+            mine.power.add_(one.power)
             if one.products is not None:
                 mine.products = one.products if mine.products is None else mine.products.add_(one.products)
         self.doubts |= watch.doubts

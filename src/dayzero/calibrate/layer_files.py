@@ -29,9 +29,11 @@ def record_path(folder: Path, station: str, part: int, parts: int) -> Path:
     return folder / FOLDER / f"{station}{share}.json"
 
 
-def write_matrices(path: Path, codes: Mapping[MatrixName, Codes], presets: Mapping[str, Preset]) -> str:
-    """The checksum of the file that now is at `path`."""
-    tensors = {}
+def write_matrices(
+    path: Path, codes: Mapping[MatrixName, Codes], presets: Mapping[str, Preset], plain: Mapping[str, torch.Tensor]
+) -> str:
+    """The checksum of the file that now is at `path`. `plain`: new values of parameters that are not quantized."""
+    tensors = {f"{name}:plain": values.contiguous() for name, values in plain.items()}
     for name, one in codes.items():
         key = f"{name.parameter}:{name.index}"
         tensors[f"{key}:codes"] = _packed(one.codes, presets[name.parameter])
@@ -81,9 +83,14 @@ class LayerCodes:
         self._file = {
             MatrixName(one.parameter, one.index): folder / FOLDER / record.file for record in records for one in record.matrices
         }
+        self.plain = {name: folder / FOLDER / record.file for record in records for name in record.plain}
         self.matrices: dict[str, int] = {}
         for name in self._file:
             self.matrices[name.parameter] = max(self.matrices.get(name.parameter, 0), name.index + 1)
+
+    def read_plain(self, name: str) -> torch.Tensor:
+        with safe_open(self.plain[name], framework="pt") as file:
+            return file.get_tensor(f"{name}:plain")
 
     def read(self, name: MatrixName, start: int | None = None, stop: int | None = None) -> Codes:
         """Rows start to stop of one matrix; for blocks of several rows, those must be at their borders."""

@@ -14,7 +14,8 @@ Method = Literal["gptq", "scales", "data-free"]
 class Settings:
     """`method`: "gptq" chooses scales and makes up for errors, "scales" only chooses scales (the search of AWQ's clipping).
     A matrix that fewer than `min_tokens` tokens reached is rounded data-free. `statistics_bytes`: room for sums of x x^T at a
-    time; a layer whose matrices need more is run several times."""
+    time; a layer whose matrices need more is run several times. `absorb`: scales of inputs are first moved into what makes the
+    inputs, where that is exact (AWQ): parameters that stay plain then change too."""
 
     __pydantic_config__ = STRICT
     method: Method = "gptq"
@@ -22,6 +23,7 @@ class Settings:
     search_scales: bool = True
     min_tokens: int = 32
     statistics_bytes: int = 4 * 2**30
+    absorb: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +59,9 @@ class LayerRecord:
     matrices: tuple[MatrixRecord, ...]
     transposed: tuple[str, ...] = ()
     unseen: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()  # parameters that are not quantized and were changed: `<parameter>:plain` in the file
+    scaled: tuple[str, ...] = ()  # quantized parameters whose codes are of rows or columns that were scaled
+    notes: tuple[str, ...] = ()
     passes: int = 1
     seconds: float = 0.0
 

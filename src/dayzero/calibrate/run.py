@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from dayzero.calibrate.awq import absorb
 from dayzero.calibrate.calibrated import RECORD_FILE
 from dayzero.calibrate.gptq import Rounded, round_matrix
 from dayzero.calibrate.inputs import InputWatch, LayerInputs, MatrixName, Seen, matrices_of
@@ -101,14 +102,17 @@ class _Run:
         if targets:
             records = finished_layer(what.folder, station, what.parts, self.fingerprint)
             if records is None:
-                self._calibrate(station, calls, targets)
+                self._calibrate(station, calls)
                 records = self._all_parts(station)
             self._put_quantized(targets, records)
         return [call.run() for call in calls]
 
-    def _calibrate(self, station: str, calls: Sequence[Call], targets: Mapping[str, torch.Tensor]) -> None:
+    def _calibrate(self, station: str, calls: Sequence[Call]) -> None:
         """Round this process's share of the layer's matrices and publish them."""
         what, started = self.what, time.monotonic()
+        changed, notes = self._absorb(station, calls[0]) if what.settings.absorb else ({}, [])
+        targets = {name: one for name, one in what.skeleton.parameters_of(station).items() if name in what.presets}
+        plain = {name: values.to(what.scale_dtype(name)) for name, values in changed.items() if name not in targets}
         if finished := record_path(what.folder, station, what.part, what.parts):
             finished.unlink(missing_ok=True)  # of a file that is gone or broken
         reached, transposed = self._orientations(calls, targets)
@@ -133,16 +137,30 @@ class _Run:
                 if (seen := inputs.seen.get(name)) is not None:
                     seen.products = None
         path = record_path(what.folder, station, what.part, what.parts).with_suffix(".safetensors")
-        checksum = write_matrices(path, codes, what.presets)
+        checksum = write_matrices(path, codes, what.presets, plain)
         publish_layer(
             what.folder,
             LayerRecord(station=station, fingerprint=self.fingerprint, file=path.name, checksum=checksum, part=what.part,
                         parts=what.parts, matrices=tuple(records), transposed=tuple(sorted(transposed)), unseen=unseen,
+                        plain=tuple(sorted(plain)), scaled=tuple(sorted(set(changed) - set(plain))), notes=tuple(notes),
                         passes=len(passes), seconds=round(time.monotonic() - started, 3)),
         )  # fmt: skip
         starved = [f"{one.parameter}[{one.index}]" for one in records if one.method == "data-free"]
         told = f", data-free: {', '.join(starved[:8])}{' ...' if len(starved) > 8 else ''}" if starved else ""
         what.log(f"{station}: {len(records)} matrices in {time.monotonic() - started:.1f} s{told}")
+
+    def _absorb(self, station: str, call: Call) -> tuple[dict[str, torch.Tensor], list[str]]:
+        """Move scales of inputs into what makes them, seen on one chunk; the layer then holds the new values."""
+        skeleton, presets = self.what.skeleton, self.what.presets
+        parameters = skeleton.parameters_of(station)
+        if shared := [name for name in parameters if skeleton.is_shared(name)]:
+            return {}, [f"no scales are moved: {shared[0]} is used by other layers too"]
+        with InputWatch(parameters) as watch:
+            repeatable(call).run()
+        changed, notes = absorb(parameters, watch.seen, presets, self.what.scale_dtype, lambda: repeatable(call).run())
+        for name, values in changed.items():
+            skeleton.put(name, values)
+        return changed, notes
 
     def _orientations(self, calls: Sequence[Call], targets: Mapping[str, torch.Tensor]) -> tuple[set[str], set[str]]:
         """Parameters that are multiplied by at all, and those of them that are kept as [..., input, output]. Most often one
@@ -196,6 +214,8 @@ class _Run:
     def _put_quantized(self, targets: Mapping[str, torch.Tensor], records: Sequence[LayerRecord]) -> None:
         codes = LayerCodes(self.what.folder, records, self.what.presets)
         transposed = {name for record in records for name in record.transposed}
+        for name in codes.plain:
+            self.what.skeleton.put(name, codes.read_plain(name).float())
         for name, values in targets.items():
             if name not in codes.matrices:
                 continue

@@ -118,6 +118,10 @@ class Skeleton:
             if not self._filled[key]:
                 self._place(key, self._meta[key])
 
+    def is_shared(self, name: str) -> bool:
+        """Whether more than one station uses a parameter."""
+        return sum(any(self.name_of[key] == name for key in keys) for keys in self._keys.values()) > 1
+
     def put(self, name: str, values: torch.Tensor) -> None:
         """Other values for a parameter that is filled. What the provider gave is its own and stays as it is."""
         key = next(key for key, one in self.name_of.items() if one == name)

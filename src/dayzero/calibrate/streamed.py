@@ -166,7 +166,6 @@ class StreamedRun:
             self.skeleton.empty(self.skeleton.embedding)
         self._embedding_filled = False
 
-
     def _hand_over(self, number: int, result: Any) -> None:
         chunk = self._chunks[number]
         assert chunk.call is not None

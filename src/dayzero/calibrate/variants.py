@@ -28,6 +28,8 @@ def quantized_provider(
     transposed = transposed | (calibrated.transposed if calibrated is not None else frozenset())
 
     def give(name: str) -> torch.Tensor:
+        if calibrated is not None and name in calibrated.layer_codes.plain:
+            return calibrated.layer_codes.read_plain(name)
         values, preset = provider(name), presets.get(name)
         if preset is None:
             return values

@@ -50,6 +50,26 @@ def _linear(settings: dict[str, Any], sizes: Mapping[str, float]) -> Iterator[Ca
         yield Case(label=f"{batch}x{tokens}", args=(draw(batch, tokens, inputs), weight, bias), settings=settings)
 
 
+def _quantized_linear(settings: dict[str, Any], sizes: Mapping[str, float]) -> Iterator[Case]:
+    """Random codes are as good as any weight's: every pattern of bits but E4M3's NaN is a number."""
+    draw, inputs, outputs = _draw(9), tested(sizes["in_features"]), tested(sizes["out_features"])
+    code, width = settings["code"], settings["block_columns"]
+    inputs = -(-inputs // width) * width if width else inputs
+    blocks = (-(-outputs // settings["block_rows"]), inputs // width if width else 1)
+    row_bytes = (-(-inputs // 2) if code in ("nibble", "fp4") else inputs) + 3 & ~3
+    codes = (torch.arange(outputs * row_bytes) * 197 % 251).to(torch.uint8).reshape(outputs, row_bytes)
+    codes = codes.clamp(max=126) if code == "fp8" else codes
+    scales = (draw(*blocks).abs() + 0.5) / inputs**0.5 / {"fp8": 128, "fp4": 3, "nibble": 4}.get(code, 64)
+    scales = (
+        torch.randint(120, 126, blocks, generator=torch.Generator().manual_seed(9)).to(torch.uint8) if code == "fp4" else scales
+    )
+    zeros = (torch.arange(blocks[0] * blocks[1]) % 15 - 7).to(torch.int8).reshape(blocks) if sizes.get("zeros") else None
+    bias = draw(outputs) if sizes.get("bias") else None
+    for batch, tokens in ROWS:
+        yield Case(label=f"{batch}x{tokens}", args=(draw(batch, tokens, inputs), codes, scales, zeros, bias, None),
+                   settings=settings)  # fmt: skip
+
+
 def _embedding(settings: dict[str, Any], sizes: Mapping[str, float]) -> Iterator[Case]:
     draw, width = _draw(2), tested(sizes["width"])
     weight = draw(97, width)
@@ -133,6 +153,7 @@ def _softmax(settings: dict[str, Any], sizes: Mapping[str, float]) -> Iterator[C
 
 CASES: dict[str, Callable[[dict[str, Any], Mapping[str, float]], Iterator[Case]]] = {
     "linear": _linear,
+    "quantized_linear": _quantized_linear,
     "embedding": _embedding,
     "rms_norm": _norm("gate"),
     "l2_norm": _norm(""),

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from dayzero.ops.paged import Visibility, visible
+from dayzero.ops.quantized import quantized_linear
 
 Sizes = Mapping[str, float]
 
@@ -213,6 +214,7 @@ OPERATORS: dict[str, Operator] = {
     operator.name: operator
     for operator in (
         Operator(name="linear", kind="matmul", define=linear, cost=_linear_cost),
+        Operator(name="quantized_linear", kind="matmul", define=quantized_linear, cost=_linear_cost),
         Operator(name="embedding", kind="lookup", define=embedding,
                  cost=lambda s: Cost(bytes=2 * s["rows"] * s["width"] * s["item_bytes"])),
         Operator(name="rms_norm", kind="norm", define=rms_norm, cost=_norm_cost),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dayzero.ops.paged import Visibility, visible
+from dayzero.ops.quantized import composed_quantized_linear
 from dayzero.ops.registry import Kernel, Table, Unsupported
 
 TORCH_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -151,6 +152,9 @@ def library_table() -> Table:
     """Operator -> torch's ways to compute it, one call before several."""
     return {
         "linear": (Kernel(name="aten::linear", call=F.linear),),
+        "quantized_linear": (
+            Kernel(name="dequantized, then aten::linear", call=composed_quantized_linear, binding="composed"),
+        ),
         "embedding": (Kernel(name="aten::embedding", call=_embedding),),
         "rms_norm": (
             Kernel(name="aten::rms_norm", call=_rms_norm_library),

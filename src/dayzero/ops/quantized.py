@@ -23,6 +23,9 @@ FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2
 EXPONENT_BIAS = 127
 # A row's largest magnitude is this many scales: half of the 255 steps of int8, the largest E4M3 number.
 LARGEST = {"int8": 127.5, "fp8": 448.0}
+# The largest magnitude of a row, 127.5 scales, lies on the border of two codes, and the last bit of a division would decide
+# between them. What is below this takes the outer one, as the library's own arithmetic does in most cases.
+BORDER = -127.49
 SCALE_OF_ZEROS = 2.0**-23  # of a row without anything in it: any number would do
 
 
@@ -84,6 +87,7 @@ def activation_codes(x: Tensor, activations: str, input_scale: Tensor | None) ->
     scale = torch.where(scale == 0, torch.full_like(scale, SCALE_OF_ZEROS), scale)
     scaled = wide / scale
     if activations == "int8":
+        scaled = scaled if input_scale is not None else torch.where(scaled < BORDER, -128.0, scaled)
         return scaled.round().clamp(-128, 127), scale
     return scaled.clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.float32), scale
 

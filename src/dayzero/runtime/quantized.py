@@ -86,20 +86,25 @@ class QuantizedWeight(nn.Module):
         self.site = torch.tensor(NO_ENGINE, device=self.site.device) if site is None else site
         self._step_linear = step_linear
 
+    def _parts(self, which: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        if which is None:
+            return self.codes, self.scales, self.zeros
+        return self.codes[which], self.scales[which], None if self.zeros is None else self.zeros[which]
+
     def plain(self, which: Any = None, dtype: torch.dtype | None = None) -> Tensor:
         """The numbers of one matrix, or of all, in the class's layout."""
-        parts = [part if part is None or which is None else part[which] for part in (self.codes, self.scales, self.zeros)]
+        parts = self._parts(which)
         dtype = dtype or self.number_dtype
         if self.compiled and parts[0].dim() == 2 and parts[0].device.type == "cpu" and dtype in COMPILED_DTYPES:
             made = torch.ops.dayzero.dequantized(*parts, self.columns, self.code, self.block_rows, self.block_columns, dtype)
         else:
-            made = dequantized(*parts, form=self.form, columns=self.columns, dtype=dtype)  # type: ignore[arg-type]
+            made = dequantized(*parts, form=self.form, columns=self.columns, dtype=dtype)
         return made.transpose(-1, -2) if self.transposed else made
 
     def product(self, x: Tensor, bias: Tensor | None, which: int | None = None) -> Tensor:
         """x [..., C] -> [..., R] with one matrix: its parts where there is a kernel for them, else its numbers."""
         if self.compiled and x.device.type == "cpu" and x.dtype in COMPILED_DTYPES:
-            parts = [part if part is None or which is None else part[which] for part in (self.codes, self.scales, self.zeros)]
+            parts = self._parts(which)
             settings = (self.code, self.block_rows, self.block_columns, self.rounding)
             return torch.ops.dayzero.quantized_linear_at(x, *parts, bias, self.input_scale, self.site, *settings)
         x = rounded_activations(x, self.form.activations, self.input_scale)
@@ -120,7 +125,7 @@ class QuantizedLinear(QuantizedWeight, nn.Linear):
         self._set_parts(one, parts, dtype, compiled=compiled)
 
     @property
-    def weight(self) -> Tensor:  # type: ignore[override]
+    def weight(self) -> Tensor:
         return self.plain()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -243,7 +248,7 @@ def place_parts(
     pages = HugePages(
         sum(aligned_bytes(torch.Size(size).numel() * kind.itemsize) for _, _, parts in stored for size, kind in parts.values())
     )
-    targets = {}
+    targets: dict[str, Tensor] = {}
     for one, weight, parts in stored:
         made = {part: pages.empty(size, kind) for part, (size, kind) in parts.items()}
         targets |= {weight.stored_name(part): tensor for part, tensor in made.items()}

@@ -87,7 +87,7 @@ def _convert(
     config = settled_config(release, model, checkpoint, changes)
     quantized = None
     if changes.quantize is not None:
-        quantized = quantize_checkpoint(checkpoint, model, changes.quantize)
+        quantized = quantize_checkpoint(checkpoint, model, changes.quantize, given=changes.given)
         model, checkpoint = quantized.model, quantized.checkpoint
     files, problems = place(checkpoint.views, model, layout, dtype=changes.dtype)
     if problems:

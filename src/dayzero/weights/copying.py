@@ -154,8 +154,14 @@ def cast_elements(elements: np.ndarray, dtype: str, casts: tuple[str, ...]) -> n
     for name in casts:
         tensor = tensor.to(getattr(torch, name))
     width = element_bytes(casts[-1])
-    unsigned: Any = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[width]
-    return tensor.view(unsigned).numpy()
+    return tensor.view(unsigned_type(width)).numpy()
+
+
+def unsigned_type(width_bytes: int) -> Any:
+    """torch's unsigned integers of a width, as which elements of any dtype pass through numpy."""
+    import torch
+
+    return {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}[width_bytes]
 
 
 def _strided(array: np.ndarray, at: int, sizes: list[int], steps: list[int]) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 A `Decoder` names the stored tensors it needs and turns any run of rows into numbers; what it means is in its `operation`,
 which the ledger keeps. It never holds more than the rows asked for and what belongs to them. Finding decoders for a release
-is not done here (`stored_forms`, `gguf_source`), nor is reading files (`reading`).
+is not done here (`forms.stored`, `gguf.source`), nor is reading files (`reading`).
 """
 
 from __future__ import annotations

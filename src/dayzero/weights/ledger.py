@@ -26,6 +26,8 @@ from dayzero.weights.placement import StoredTensor
 
 ALGORITHM = "sha256"  # of those in hashlib the fastest here together with blake2b; SHA instructions are near universal
 
+SAME_BYTES = "the same bytes as "  # how the reason of a tied tensor begins that is stored twice
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SourceTensor:

@@ -18,15 +18,14 @@ from dayzero.model.headers import TensorEntry
 from dayzero.model.release import Release, damaged
 from dayzero.model.resolve import resolve
 from dayzero.weights.algebra import View
-from dayzero.weights.copying import BlockCopier
+from dayzero.weights.copying import BlockCopier, unsigned_type
 from dayzero.weights.decoding import Decoder
 from dayzero.weights.forms.stored import Decoded, decode_stored, is_quantized
+from dayzero.weights.ledger import SAME_BYTES
 from dayzero.weights.mapping import CheckpointMap, ComputedGroup, map_checkpoint
 from dayzero.weights.reading import ByteStore, LocalStore, SourceReader
 from dayzero.weights.symbolic import torch_dtype
 from dayzero.weights.writing import MadeSource
-
-_UNSIGNED = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,10 +86,7 @@ def open_checkpoint(
         parts = (decoded.decoders[name].sources if name in decoded.decoders else (name,) for name in names)
         return tuple(dict.fromkeys(one for part in parts for one in part))
 
-    made = {
-        name: MadeSource(operation=one.operation, sources=one.sources, shape=one.shape)
-        for name, one in decoded.decoders.items()
-    }
+    made = MadeSource.of(decoded.decoders)
     for source, (group, parameter) in found.computed.items():
         sources = stored(name for name, _ in group.entries)
         made[source] = MadeSource(operation=_operation(group), sources=sources, shape=found.views[parameter].shape)
@@ -130,7 +126,7 @@ def _operation(group: ComputedGroup) -> str:
 
 def _elements(tensor: torch.Tensor) -> np.ndarray:
     flat = tensor.detach().contiguous().reshape(-1)
-    return flat.view(_UNSIGNED[flat.element_size()]).numpy()
+    return flat.view(unsigned_type(flat.element_size())).numpy()
 
 
 def _tied_differences(reader: SourceReader, found: CheckpointMap) -> list[Problem]:
@@ -146,7 +142,7 @@ def _tied_differences(reader: SourceReader, found: CheckpointMap) -> list[Proble
             kept = {piece.source for name, view in found.views.items() if name != target for piece in view.pieces}
             for name in set(names) - kept:
                 found.used.discard(name)
-                found.dropped[name] = f"the same bytes as {source}, which {target} is tied to"
+                found.dropped[name] = f"{SAME_BYTES}{source}, which {target} is tied to"
             found.views[target] = second
         else:
             problems.append(Problem(kind="tied_weights_differ", severity="error", tensor=names[0] if names else target,

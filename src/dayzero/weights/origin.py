@@ -67,11 +67,12 @@ class QuantizedRelease:
     rewritten: Rewritten
     shapes: Mapping[str, tuple[int, ...]]
     kept: Mapping[str, str]
+    facts: Mapping[str, str] = field(default_factory=dict)
 
     def record(self) -> ArtifactQuantization:
         weights = self.rewritten.weights.items()
         return ArtifactQuantization(
-            preset=self.policy.preset, dtype=self.dtype, kept=dict(self.kept),
+            preset=self.policy.preset, dtype=self.dtype, kept=dict(self.kept), calibration=dict(self.facts),
             parameters=tuple(
                 QuantizedParameter(name=name, preset=one.preset.name, shape=self.shapes[name]) for name, one in weights
             ),
@@ -117,13 +118,15 @@ def _quantized(source: Source, made: Origin, policy: Policy, changes: Changes) -
             rewritten.views[name] = view
             continue
         sources = checkpoint.decoders[name].sources if name in checkpoint.decoders else (name,)
-        weight = Quantized(name=name, view=view, preset=presets[name], sources=sources)
+        codes = None if changes.given is None else changes.given.of_stored(name, checkpoint.views, checkpoint.transposed)
+        weight = Quantized(name=name, view=view, preset=presets[name], sources=sources, codes=codes)
         rewritten.add(name, weight, rows, packed_zeros=True)
     made.views, made.decoders = rewritten.views, made.decoders | rewritten.decoders
     made.config = plain_config(release.config, model.dtype)
     made.config["quantization_config"] = quantization_config(presets, checkpoint.tensors)
     shapes = {name: entry.shape for name, entry in checkpoint.tensors.items()}
-    made.quantized = QuantizedRelease(policy=policy, dtype=model.dtype, rewritten=rewritten, shapes=shapes, kept=kept)
+    made.quantized = QuantizedRelease(policy=policy, dtype=model.dtype, rewritten=rewritten, shapes=shapes, kept=kept,
+                                      facts=changes.given.facts if changes.given is not None else {})  # fmt: skip
     return made
 
 

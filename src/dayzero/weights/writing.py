@@ -19,6 +19,7 @@ from dayzero.core.records import STRICT, read_record, record_json, write_text_at
 from dayzero.core.units import MIB
 from dayzero.weights.checks.census import TensorCensus, TensorStatistics
 from dayzero.weights.copying import RUN_BYTES, BlockCopier, is_run, linear_pieces, segments
+from dayzero.weights.decoding import Decoder
 from dayzero.weights.files import sync_folder
 from dayzero.weights.ledger import TensorHash, file_checksum, ledger_entry, source_range
 from dayzero.weights.placement import StoredFile, StoredTensor
@@ -51,6 +52,13 @@ class MadeSource:
     operation: str  # "dequantize:<form>", "computed:<operations>"
     sources: tuple[str, ...]
     shape: tuple[int, ...]
+
+    @staticmethod
+    def of(decoders: Mapping[str, Decoder]) -> dict[str, MadeSource]:
+        """What decoders make, by the name of the source."""
+        return {
+            name: MadeSource(operation=one.operation, sources=one.sources, shape=one.shape) for name, one in decoders.items()
+        }
 
 
 def whole_sources(tensor: StoredTensor, reader: SourceReader, made: Mapping[str, MadeSource]) -> dict[str, int]:

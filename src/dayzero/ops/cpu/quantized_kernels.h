@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kBlockK = 32;          // rows are copied in whole blocks, zeros at the end; no block has two scales
 // Up to so many rows codes are decoded in registers, again for every few rows: as many as the registers have accumulators for.
-constexpr int kRowsAtOnce = W == 16 ? 4 : 2, kRegisterRows = 2 * kRowsAtOnce;
+constexpr int kRowsAtOnce = W == 16 ? 4 : 2, kRegisterRows = 4;
 
 inline int64_t rounded_up(int64_t n, int64_t block) { return (n + block - 1) / block * block; }
 template <class D> inline int64_t bytes_before(int64_t k) { return D::nibbles ? k / 2 : k; }
@@ -37,8 +37,10 @@ inline float scale_at(const QuantizedWeight& w, int64_t index) {
   return bits_to_float(exponent ? exponent << 23 : 1u << 22);
 }
 
-template <class D> inline typename D::Scale scale_of(const QuantizedWeight& w, int64_t n, int64_t group) {
-  int64_t index = n / w.block_rows * w.scale_stride + group;
+// Where a column's scales begin. A division: once for each column, not for each group.
+inline int64_t first_scale(const QuantizedWeight& w, int64_t n) { return (w.block_rows == 1 ? n : n / w.block_rows) * w.scale_stride; }
+
+template <class D> inline typename D::Scale scale_of(const QuantizedWeight& w, int64_t index) {
   return D::scale(scale_at(w, index), w.zeros ? float(w.zeros[index]) : 0.0f);
 }
 
@@ -85,11 +87,11 @@ inline void quantized_block(const QuantizedWeight& w, const typename M::X* x, in
   V acc[R * C];
   for (int i = 0; i < R * C; i++) acc[i] = zero();
   const uint8_t* codes[C];
-  for (int c = 0; c < C; c++) codes[c] = w.codes + (n + c) * w.code_stride;
-  int64_t ahead = C * w.code_stride;
+  int64_t first[C], ahead = C * w.code_stride;
+  for (int c = 0; c < C; c++) { codes[c] = w.codes + (n + c) * w.code_stride; first[c] = first_scale(w, n + c); }
   walk(w, K, [&](int64_t begin, int64_t end, int64_t group) __attribute__((always_inline)) {
     typename D::Scale scales[C];
-    for (int c = 0; c < C; c++) scales[c] = scale_of<D>(w, n + c, group);
+    for (int c = 0; c < C; c++) scales[c] = scale_of<D>(w, first[c] + group);
     for (int64_t k = begin; k < end; k += kBlockK) {
       if (bytes_before<D>(k) % 64 == 0) for (int c = 0; c < C; c++) __builtin_prefetch(codes[c] + bytes_before<D>(k) + ahead);   // the next columns
       for (int c = 0; c < C; c++) {
@@ -101,7 +103,7 @@ inline void quantized_block(const QuantizedWeight& w, const typename M::X* x, in
     for (int c = 0; c < C; c++) {
       uint8_t copy[kBlockK] = {};
       std::memcpy(copy, codes[c] + bytes_before<D>(k), bytes_of<D>(count));
-      auto numbers = M::template numbers<D>(copy, scale_of<D>(w, n + c, group));
+      auto numbers = M::template numbers<D>(copy, scale_of<D>(w, first[c] + group));
       for (int r = 0; r < R; r++) acc[r * C + c] = M::mad(acc[r * C + c], x + r * x_stride + k, numbers);
     }
   });
@@ -139,13 +141,14 @@ template <class D, class M> void register_columns(const QuantizedCall& call, con
 // The numbers of one column in the decoder's order, in whole blocks; what lies behind the last is whatever zero codes mean.
 template <class D, class M> inline void decode_column(const QuantizedWeight& w, int64_t n, int64_t K, typename M::X* out) {
   const uint8_t* codes = w.codes + n * w.code_stride;
+  int64_t first = first_scale(w, n);
   walk(w, K, [&](int64_t begin, int64_t end, int64_t group) {
-    auto scale = scale_of<D>(w, n, group);
+    auto scale = scale_of<D>(w, first + group);
     for (int64_t k = begin; k < end; k += kBlockK) M::put(out + k, M::template numbers<D>(codes + bytes_before<D>(k), scale));
   }, [&](int64_t k, int64_t count, int64_t group) {
     uint8_t copy[kBlockK] = {};
     std::memcpy(copy, codes + bytes_before<D>(k), bytes_of<D>(count));
-    M::put(out + k, M::template numbers<D>(copy, scale_of<D>(w, n, group)));
+    M::put(out + k, M::template numbers<D>(copy, scale_of<D>(w, first + group)));
   });
 }
 
@@ -202,7 +205,7 @@ void finish_integers(const QuantizedCall& call, const int32_t* sums, int64_t sum
     const int32_t* line = sums + (r - row) * sum_stride;
     for (int64_t c = 0; c < columns; c += kChunk) {
       int64_t width = columns - c < kChunk ? columns - c : kChunk;
-      for (int64_t i = 0; i < width; i++) tile[i] = float(line[c + i]) * scale_at(call.w, (column + c + i) / call.w.block_rows * call.w.scale_stride);
+      for (int64_t i = 0; i < width; i++) tile[i] = float(line[c + i]) * scale_at(call.w, first_scale(call.w, column + c + i));
       for (int64_t i = 0; i < width; i++) tile[i] *= row_scales[r];
       finish(call.linear, tile, r, 1, column + c, width);
     }
@@ -268,9 +271,9 @@ float activation_row(const QuantizedCall& call, int64_t row, float* out) {
   int64_t K = call.linear.K;
   to_f32((const char*)call.linear.x + row * call.linear.x_stride * size_of(call.linear.x_type), call.linear.x_type, out, K);
   if (call.activations == Activations::none) return 1.0f;
-  bool integers = call.activations == Activations::int8;
+  bool integers = call.activations == Activations::int8, measured = call.input_scale == 0.0f;
   float scale = call.input_scale;
-  if (scale == 0.0f) {
+  if (measured) {
     float most = 0.0f;
     for (int64_t k = 0; k < K; k++) { float size = out[k] < 0 ? -out[k] : out[k]; most = size > most ? size : most; }
     scale = most / (integers ? 127.5f : 448.0f);
@@ -278,9 +281,13 @@ float activation_row(const QuantizedCall& call, int64_t row, float* out) {
   }
   if (integers) {
     V s = set1(scale), low = set1(-128.0f), high = set1(127.0f);
-    int64_t k = 0;
-    for (; k + W <= K; k += W) store(out + k, minimum(maximum(round(divide(load(out + k), s)), low), high));
-    for (; k < K; k += W) store(out + k, minimum(maximum(round(divide(load(out + k, K - k), s)), low), high), K - k);
+    for (int64_t k = 0; k < K; k += W) if (k + W <= K) store(out + k, divide(load(out + k), s)); else store(out + k, divide(load(out + k, K - k), s), K - k);
+    // The largest magnitude lies on the border of two codes, where the last bit of the division would decide.
+    if (measured) for (int64_t k = 0; k < K; k++) out[k] = out[k] < -127.49f ? -128.0f : out[k];
+    for (int64_t k = 0; k < K; k += W) {
+      if (k + W <= K) store(out + k, minimum(maximum(round(load(out + k)), low), high));
+      else store(out + k, minimum(maximum(round(load(out + k, K - k)), low), high), K - k);
+    }
     return scale;
   }
   for (int64_t k = 0; k < K; k++) {

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from dayzero.core.model import Problem
+from dayzero.weights.checks.census_rules import NUMBER, Kind, Member
+from dayzero.weights.checks.census_samples import FLOATS
 
-if TYPE_CHECKING:
-    from dayzero.weights.checks.census_rules import Kind, Member
-
-NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 LEAST_ELEMENTS, LEAST_DISTINCT = 1024, 48
 FEW = 8  # copies are few when they are at most one in so many
 
@@ -56,11 +53,9 @@ def _varied(member: Member) -> bool:
     """Whether this is a matrix of many different numbers, so that equal bytes are no chance. Tables made by formula that every
     layer stores have one sign or few values."""
     one = member.statistics
-    signs = member.entry.dtype not in SIGNED or 0.2 < one.negative_share < 0.8
+    form = FLOATS.get(member.entry.dtype)
+    signs = form is None or not form.signed or 0.2 < one.negative_share < 0.8
     return member.is_matrix and member.entry.num_elements >= LEAST_ELEMENTS and one.num_distinct >= LEAST_DISTINCT and signs
-
-
-SIGNED = frozenset({"float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"})
 
 
 def _whole_layer(names: Sequence[str], checksums: Mapping[str, str], kinds: Mapping[tuple[str, str], Kind]) -> bool:

@@ -27,6 +27,7 @@ from dayzero.weights.checks.census_samples import FLOATS
 # Tables in which whole rows of zeros are usual: padding of the vocabulary, tokens never seen.
 TABLE = re.compile(r"(^|[._])(\w*embed\w*|wte|wpe|lm_head|head|shared|codebook\w*)(\.|$)")
 MASK = re.compile(r"mask", re.IGNORECASE)
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 # A number this large overflows in the first product. The largest finite number of a type stands for minus infinity in masks.
 ABSURD_LOG2 = 64
 LARGEST_FINITE = {3.4028234663852886e38, 3.3895313892515355e38, 65504.0, 1.7976931348623157e308}
@@ -81,7 +82,7 @@ class Kind:
 
 def kind_name(name: str) -> str:
     """The name with `*` for every number between dots or at the end."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+    return NUMBER.sub("*", name)
 
 
 def judge(

@@ -6,8 +6,8 @@ float32, and the product is rounded once to the wanted dtype. Where the format's
   (products of such codes and scales are exact in float32); for another one it rounds twice, and this once.
 - NVFP4 has two scales: they are joined first, in float32, by division (compressed-tensors: `weight_global_scale`) or by
   multiplication (ModelOpt: `weight_scale_2`), then multiplied with the code: the order of both.
-A number that overflows the wanted dtype is an error. Not here: what a tensor is (`stored_forms`), matrices whose rows are
-columns of what is stored (`column_decoders`).
+A number that overflows the wanted dtype is an error. Not here: what a tensor is (`stored`), matrices whose rows are
+columns of what is stored (`columns`).
 """
 
 from __future__ import annotations

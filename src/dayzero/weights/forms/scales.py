@@ -25,7 +25,7 @@ Block = tuple[int, int]  # rows and columns, 0 spans the dimension
 
 
 class Numbers(Protocol):
-    """What `decoders` asks of a grid: `block`, and float32 numbers [last - first, columns] of one matrix's lines of blocks."""
+    """What `rows` asks of a grid: `block`, and float32 numbers [last - first, columns] of one matrix's lines of blocks."""
 
     @property
     def block(self) -> Block: ...

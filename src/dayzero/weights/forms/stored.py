@@ -4,7 +4,7 @@ What a tensor is follows from its own name, dtype and companions; how its number
 have for its module, so each group of a mixed release goes by its own. The two must agree. Every disagreement is listed, and
 nothing is guessed: a block size, an order of packing or the meaning of a byte that is not declared is an error. Integers
 and booleans without a scale stay what they are. Scales of activations and caches are no part of the weights: they are
-dropped, and said. Not here: arithmetic (`decoders`, `column_decoders`), names of parameters (`mapping`).
+dropped, and said. Not here: arithmetic (`rows`, `columns`), names of parameters (`mapping`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Stored rows of a GGUF in, numbers out: only the rows asked for, or whole tensors where transformers' processing needs them.
 
 Blocks are turned into numbers by the format's own package, in float32, and then cast once. Not here: which rows those are
-(`gguf_rows`), and what is made of which tensors (`gguf_source`).
+(`rows`), and what is made of which tensors (`source`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rows of a parameter in, the bytes that a GGUF stores of them out, and which form each tensor is stored in.
 
 Numbers become blocks, and blocks numbers, by the format's own package alone. Not here: which rows a tensor of the file is made
-of (`gguf_inverse`), the file itself (`gguf_export`).
+of (`inverse`), the file itself (`export`).
 """
 
 from __future__ import annotations

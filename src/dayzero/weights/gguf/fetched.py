@@ -3,7 +3,7 @@
 transformers reads the weights and the config; it refuses `save_pretrained` on a model loaded that way, so the tensors are
 copied into a fresh model. The tokenizer transformers builds from GGUF lacks the pre-tokenizer's splits, which are set
 here from the file's `tokenizer.ggml.pre`. Weights are stored in bf16: a quantized GGUF holds no more than that.
-Deliberately not done: GGUF as a source of `convert` (this module holds the whole model in memory).
+Deliberately not done: streaming (this holds the whole model in memory); `convert` reads a GGUF through `source`.
 """
 
 from __future__ import annotations

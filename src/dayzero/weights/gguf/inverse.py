@@ -1,10 +1,10 @@
 """A model's parameters in, the tensors a GGUF holds instead out: their names, shapes, and which rows of which parameter.
 
 Names are those that transformers reads the format by, and what it does to a tensor on reading is undone: its own processing is
-run on numbered stand-ins (`gguf_rows`) of every shape that the tensor could have in the file, and the first one of which all
+run on numbered stand-ins (`rows`) of every shape that the tensor could have in the file, and the first one of which all
 rows reach the parameter once is inverted. Where rows are not only moved, whole tensors are numbered, for elements that move
 (a transposition), or for a number that is added. Anything else has no inverse here, and is refused by the parameter's name.
-Not here: reading and quantizing (`gguf_export`).
+Not here: reading and quantizing (`encoding`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Which keys there are, and which of the config's values they hold, is transformers' own table, read backwards. Keys that its
 readers do not look at but others of the format need (sizes of heads and experts, scaling of rotary positions, caps) are added
-under the names the gguf package has for them. Not here: the tokenizer (`gguf_vocabulary`), tensors.
+under the names the gguf package has for them. Not here: the tokenizer (`vocabulary`), tensors.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 from dayzero.core.errors import DayZeroError, one_line
 from dayzero.model.keys.tables import INERT, INERT_ENDINGS
-from dayzero.weights.gguf.source import _name_tables_kept
+from dayzero.weights.gguf.source import name_tables_kept
 
 # Beside what is inert for any stage: layer_types is made of it, and is compared itself.
 MADE_INTO_OTHERS = frozenset({"max_window_layers", "sliding_window_pattern", "use_sliding_window"})
@@ -62,7 +62,7 @@ def names_of(instance: Any, processor: Any) -> dict[str, str]:
     from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
     try:
-        with _name_tables_kept():
+        with name_tables_kept():
             return get_gguf_hf_weights_map(instance, processor)
     except Exception as error:  # transformers raises many types, all of them about this architecture
         raise _unknown(instance.config.model_type, one_line(error)) from error

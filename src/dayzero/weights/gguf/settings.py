@@ -1,6 +1,6 @@
 """A GGUF source in, the settings files of a release folder out: config, generation settings, tokenizer.
 
-A tokenizer is rebuilt from the file only where that is known to be exact (`gguf` has the conditions); else its files must
+A tokenizer is rebuilt from the file only where that is known to be exact (`fetched` has the conditions); else its files must
 come from elsewhere, and give the file's ids to its tokens. Not here: weights.
 """
 

@@ -3,7 +3,7 @@
 The config, the names and the processing of tensors are transformers' own (`modeling_gguf_pytorch_utils`); blocks are turned
 into numbers by the format's own package, only those of the rows asked for. What transformers skips silently is a problem
 here: a tensor it has no name for, a part that nothing fills. The header is checked before either of them sees the file.
-A GGUF has no settings files: `gguf_settings` makes them.
+A GGUF has no settings files: `settings` makes them.
 Not here: files in several parts, adapters, towers of other media.
 """
 
@@ -30,7 +30,6 @@ from dayzero.weights.gguf.decoding import WholeTensors, moved_rows, num_rows, un
 from dayzero.weights.gguf.header import GgufHeader, GgufTensor, read_gguf_header
 from dayzero.weights.gguf.rows import Changed, Made, Moved, trace
 
-SUFFIX = ".gguf"
 # Stored as plain numbers: a byte range, where it is not processed. The gguf package has no others transformers reads.
 PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -83,7 +82,7 @@ def read_gguf(path: Path, dtype: str = "bfloat16") -> GgufSource:
     config = config_object(path, read)
     try:
         processor = TENSOR_PROCESSORS.get(header.metadata["general.architecture"], TensorProcessor)(config=read)
-        with _name_tables_kept():
+        with name_tables_kept():
             names = get_gguf_hf_weights_map(build_on_meta(config), processor)
     except DayZeroError:
         raise
@@ -190,7 +189,7 @@ class _Source:
 
 
 @contextmanager
-def _name_tables_kept() -> Iterator[None]:
+def name_tables_kept() -> Iterator[None]:
     """transformers asks for the format's table of names once per module, always for the same one, which takes 20 to 150 ms to
     make: inside this it is made once. Measured on a model of 30 layers: 397 times, 19 s."""
     import gguf

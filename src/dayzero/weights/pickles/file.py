@@ -1,7 +1,7 @@
 """One PyTorch checkpoint file (`torch.save`, zip format) in, where each of its tensors lies in that file out.
 
 Members of the zip are stored as they are, so a contiguous tensor is a byte range of the file, like one of safetensors, and is
-read like one. Another is a `View` of its storage. Nothing of the file is executed (`pickle_program`), and no tensor byte is
+read like one. Another is a `View` of its storage. Nothing of the file is executed (`program`), and no tensor byte is
 read here. All that is wrong becomes a `Problem`; a file whose container or pickle is not understood gives no tensor at all.
 """
 

@@ -3,7 +3,7 @@
 The same checks as of a safetensors release: the index against the disk and against what the files hold, in both directions,
 names that leave the folder, keys given twice. Nothing of the files is executed. Whether such files are read at all is the
 caller's to decide (`--allow-pickle`): `with_pickled` turns a release that was refused for them into one that has weights.
-Not here: the files themselves (`pickle_file`), reading tensor bytes.
+Not here: the files themselves (`file`), reading tensor bytes.
 """
 
 from __future__ import annotations

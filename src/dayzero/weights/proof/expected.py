@@ -24,7 +24,7 @@ from dayzero.model.release import damaged, open_release
 from dayzero.model.resolve import resolve
 from dayzero.weights.algebra import Piece, View
 from dayzero.weights.copying import PROOF_POISON, BlockCopier, segments
-from dayzero.weights.ledger import SourceTensor, TensorHash, entry_of, runs_checksum
+from dayzero.weights.ledger import SAME_BYTES, SourceTensor, TensorHash, entry_of, runs_checksum
 from dayzero.weights.placement import StoredTensor, place
 from dayzero.weights.places.stores import Source
 from dayzero.weights.proof.conservation import flat_index, place_of, problem
@@ -34,7 +34,6 @@ from dayzero.weights.writing import MadeSource, describe_tensor, hash_source
 RELEASE_FOLDER = "release"
 MODEL_FILE, QUANTIZATION_FILE = "model.json", "quantization.json"
 WORKERS = 2  # as conversion: one hashes while the other waits for the disk, and both where there are two cores
-SAME_BYTES = "the same bytes as "  # how `loading` begins the reason of a tied tensor that is stored twice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

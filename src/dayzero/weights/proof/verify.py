@@ -1,7 +1,7 @@
 """An Artifact in; everything wrong with it out, proved without the run that made it.
 
 Three steps, each only where the one before found nothing. Files: every byte is reread against its checksum (headers byte by
-byte, tensors by the ledger's), so one flipped bit anywhere is found and named. Conservation (`proof`): each rank holds what
+byte, tensors by the ledger's), so one flipped bit anywhere is found and named. Conservation (`conservation`): each rank holds what
 the layout assigns to it, replicas agree, and every source element reaches its place once. Meaning (`expected`): mapping and
 placement are made anew and every ledger line is compared; with the source, its tensors are hashed again and every stored
 one is gathered again. Nothing is repaired here.
@@ -27,13 +27,11 @@ from dayzero.weights.ledger import SourceTensor, operation_of, read_lines
 from dayzero.weights.placement import is_optional, owned_parameters
 from dayzero.weights.places.stores import Source, open_source
 from dayzero.weights.proof.conservation import Conservation, place_of, problem
-from dayzero.weights.proof.expected import MODEL_FILE, WORKERS, ByteProof, Expected, changed_sources, expect
+from dayzero.weights.proof.expected import MODEL_FILE, RELEASE_FOLDER, WORKERS, ByteProof, Expected, changed_sources, expect
 from dayzero.weights.proof.shards import shard_problems
 from dayzero.weights.reading import ByteStore, LocalStore, SourceReader
 
 LAYOUT_FILE, SOURCES_FILE, STATE_FILE = "layout.json", "sources.jsonl", "source_files.json"
-
-
 SEAL_FILE = "layout.sha256"  # of layout.json, which holds everything else's
 
 
@@ -157,7 +155,7 @@ class _Checker:
                 self._note("checksum", f"{one.file} has changed: {found}, not {one.checksum}", one.file)
             else:
                 continue
-            whole = whole and one.file.startswith("release/")
+            whole = whole and one.file.startswith(f"{RELEASE_FOLDER}/")
         return whole
 
     def _entries(self, rank: int) -> list[LedgerEntry]:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from dayzero.core.artifact import ArtifactQuantization, QuantizedParameter
 from dayzero.core.model import ModelDescription
 from dayzero.weights.loading import CheckpointSource
-from dayzero.weights.quantize.codes import Codes
 from dayzero.weights.quantize.encoding import ViewRows
+from dayzero.weights.quantize.given import GivenCodes
 from dayzero.weights.quantize.policy import Choice, Policy
 from dayzero.weights.quantize.presets import preset
 from dayzero.weights.quantize.rewrite import Rewritten, quantized_model
 from dayzero.weights.writing import MadeSource
-
-GivenCodes = Mapping[str, Callable[[int, int], Codes]]  # parameter -> what calibration chose for its rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,28 +26,31 @@ class QuantizedCheckpoint:
     choices: Mapping[str, Choice]
     plain: ModelDescription
     preset: str = ""
+    given: GivenCodes | None = None
 
     def record(self) -> ArtifactQuantization:
         shapes = {one.name: one.shape for one in self.plain.parameters}
+        scales = self.given.input_scales if self.given is not None else {}
         return ArtifactQuantization(
             preset=self.preset,
             dtype=self.plain.dtype,
             parameters=tuple(
                 QuantizedParameter(name=name, preset=one.preset.name, shape=shapes[name],
-                                   transposed=name in self.checkpoint.transposed)
+                                   transposed=name in self.checkpoint.transposed, input_scale=scales.get(name))
                 for name, one in self.rewritten.weights.items()
             ),
             kept={name: one.reason for name, one in self.choices.items() if one.preset is None}
             | self.rewritten.kept,
             errors=tuple(one.result() for one in self.rewritten.errors),
+            calibration=dict(self.given.facts) if self.given is not None else {},
         )  # fmt: skip
 
 
 def quantize_checkpoint(
-    checkpoint: CheckpointSource, model: ModelDescription, policy: Policy, *, codes: GivenCodes | None = None
+    checkpoint: CheckpointSource, model: ModelDescription, policy: Policy, *, given: GivenCodes | None = None
 ) -> QuantizedCheckpoint:
     """Raises DayZeroError for a rule that speaks of nothing."""
-    return replace(quantize_chosen(checkpoint, model, policy.choose(model.parameters), codes=codes), preset=policy.preset)
+    return replace(quantize_chosen(checkpoint, model, policy.choose(model.parameters), given=given), preset=policy.preset)
 
 
 def recorded_choices(record: ArtifactQuantization, model: ModelDescription) -> dict[str, Choice]:
@@ -59,13 +60,13 @@ def recorded_choices(record: ArtifactQuantization, model: ModelDescription) -> d
 
 
 def quantize_chosen(
-    checkpoint: CheckpointSource, model: ModelDescription, choices: Mapping[str, Choice], *, codes: GivenCodes | None = None
+    checkpoint: CheckpointSource, model: ModelDescription, choices: Mapping[str, Choice], *, given: GivenCodes | None = None
 ) -> QuantizedCheckpoint:
     """As `quantize_checkpoint`, parameter by parameter."""
     sources = {name: stored_behind(checkpoint, name) for name in checkpoint.views}
     made_model, made = quantized_model(
         model, checkpoint.views, choices, ViewRows(checkpoint.reader()), sources=sources, transposed=checkpoint.transposed,
-        codes=codes or {},
+        codes=given.codes if given is not None else {},
     )  # fmt: skip
     origins = {
         name: MadeSource(operation=one.operation, sources=one.sources, shape=one.shape) for name, one in made.decoders.items()
@@ -73,7 +74,7 @@ def quantize_chosen(
     changed = replace(
         checkpoint, views=made.views, decoders=checkpoint.decoders | made.decoders, made=checkpoint.made | origins
     )
-    return QuantizedCheckpoint(model=made_model, checkpoint=changed, rewritten=made, choices=choices, plain=model)
+    return QuantizedCheckpoint(model=made_model, checkpoint=changed, rewritten=made, choices=choices, plain=model, given=given)
 
 
 def stored_behind(checkpoint: CheckpointSource, parameter: str) -> tuple[str, ...]:
