@@ -25,7 +25,6 @@ from dayzero.weights.algebra import Digit, Piece, View
 from dayzero.weights.placement import StoredTensor
 
 ALGORITHM = "sha256"  # of those in hashlib the fastest here together with blake2b; SHA instructions are near universal
-
 SAME_BYTES = "the same bytes as "  # how the reason of a tied tensor begins that is stored twice
 
 

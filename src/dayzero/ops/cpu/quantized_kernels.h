@@ -200,12 +200,13 @@ inline bool in_registers(const QuantizedCall& call) {
 
 // ((sum as float) * the column's scale) * the row's, plus bias. `sums` [rows, sum_stride] are of columns from `column` on.
 void finish_integers(const QuantizedCall& call, const int32_t* sums, int64_t sum_stride, const float* row_scales, int64_t row, int64_t rows, int64_t column, int64_t columns) {
-  alignas(64) float tile[kChunk];
-  for (int64_t r = row; r < row + rows; r++) {
-    const int32_t* line = sums + (r - row) * sum_stride;
-    for (int64_t c = 0; c < columns; c += kChunk) {
-      int64_t width = columns - c < kChunk ? columns - c : kChunk;
-      for (int64_t i = 0; i < width; i++) tile[i] = float(line[c + i]) * scale_at(call.w, first_scale(call.w, column + c + i));
+  alignas(64) float tile[kChunk], scales[kChunk];
+  for (int64_t c = 0; c < columns; c += kChunk) {
+    int64_t width = columns - c < kChunk ? columns - c : kChunk;
+    for (int64_t i = 0; i < width; i++) scales[i] = scale_at(call.w, first_scale(call.w, column + c + i));
+    for (int64_t r = row; r < row + rows; r++) {
+      const int32_t* line = sums + (r - row) * sum_stride + c;
+      for (int64_t i = 0; i < width; i++) tile[i] = float(line[i]) * scales[i];
       for (int64_t i = 0; i < width; i++) tile[i] *= row_scales[r];
       finish(call.linear, tile, r, 1, column + c, width);
     }

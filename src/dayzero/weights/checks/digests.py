@@ -24,9 +24,8 @@ from dayzero.core.model import Problem
 from dayzero.core.records import STRICT
 from dayzero.model.paths import contained
 from dayzero.weights.checks.digest_files import DOWNLOAD_METADATA, Found, cache_digests, listed_digests, metadata_digests
-from dayzero.weights.files import Progress
+from dayzero.weights.files import CHUNK_BYTES, Progress
 
-CHUNK_BYTES = 2**20
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".gguf", ".pt", ".pth")
 NONE_PUBLISHED = "no digests were published: low bits, exchanged tensors and stale shards cannot be told"
 

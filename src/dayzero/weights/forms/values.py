@@ -1,7 +1,8 @@
 """Codes and scales of quantized formats in, numbers out: the arithmetic on values that loading and conversion share.
 
-Every function takes what the settings were shown to mean (`model.stored.scales`) as an argument and guesses nothing. Codes become
-exact integers or floats, scales float32; products are float32. Not done here: finding pairs, reading files, choosing dtypes.
+Every function takes what the settings were shown to mean (`model.stored.scales`) as an argument and guesses nothing. Codes
+become exact integers or floats, scales float32; products are float32. Not done here: finding pairs, reading
+files, choosing dtypes.
 
 Shape suffixes: R rows (output), C columns (input), W words or bytes, G groups or blocks.
 """

@@ -1,10 +1,10 @@
 """An Artifact in; everything wrong with it out, proved without the run that made it.
 
 Three steps, each only where the one before found nothing. Files: every byte is reread against its checksum (headers byte by
-byte, tensors by the ledger's), so one flipped bit anywhere is found and named. Conservation (`conservation`): each rank holds what
-the layout assigns to it, replicas agree, and every source element reaches its place once. Meaning (`expected`): mapping and
-placement are made anew and every ledger line is compared; with the source, its tensors are hashed again and every stored
-one is gathered again. Nothing is repaired here.
+byte, tensors by the ledger's), so one flipped bit anywhere is found and named. Conservation (`conservation`): each rank holds
+what the layout assigns to it, replicas agree, and every source element reaches its place once. Meaning (`expected`): mapping
+and placement are made anew and every ledger line is compared; with the source, its tensors are hashed again and every
+stored one is gathered again. Nothing is repaired here.
 """
 
 from __future__ import annotations
