@@ -41,7 +41,7 @@ def convert(
     from dayzero import conversion
 
     if verify is not None:
-        report = conversion.verify_artifact(verify, source, say)
+        report = conversion.verify_artifact(verify, source, say, allow_pickle=allow_pickle)
         show(as_json, report, lambda: conversion.problems_table(report))
         return 0 if not report["problems"] else 1
     named = paths or []

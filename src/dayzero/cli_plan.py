@@ -22,6 +22,7 @@ def plan(
     cp: int | None = None,
     dcp: Annotated[int | None, typer.Option(help="decode context parallelism inside the tensor-parallel group")] = None,
     sp: Annotated[bool | None, typer.Option("--sp/--no-sp", help="sequence parallelism in the tensor-parallel group")] = None,
+    redundant_experts: Annotated[int | None, typer.Option(help="copies of experts beyond one of each")] = None,
     context: Annotated[int | None, typer.Option(help="tokens of one request, prompt and output")] = None,
     concurrency: Annotated[int | None, typer.Option(help="requests at once")] = None,
     memory_fraction: Annotated[float | None, typer.Option(help="share of device memory to use; else the engine's")] = None,
@@ -55,7 +56,7 @@ def plan(
         devices=devices, tp=tp, pp=pp, ep=ep, dp=dp, cp=cp, dcp=dcp, sp=sp, context=context, concurrency=concurrency,
         memory_fraction=memory_fraction, weights_dtype=weights_dtype, cache_dtype=cache_dtype, objective=objective, pools=pools,
         prefill=prefill, decode=decode, role_tp=planning.role_degrees(role_tp or ()) or None,
-        split_roles=split_roles or None, engine=engine or export,
+        split_roles=split_roles or None, redundant_experts=redundant_experts, engine=engine or export,
     )  # fmt: skip
     case = planning.asked(
         path, target, workload, given, figures=figures or (), preset=preset, trust_remote_code=trust_remote_code

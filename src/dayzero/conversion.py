@@ -15,6 +15,7 @@ from dayzero.core.model import ModelDescription
 from dayzero.core.plan import Layout, Plan
 from dayzero.core.records import read_record, record_json, to_dict
 from dayzero.core.units import format_bytes
+from dayzero.model.remote.objects import is_remote
 from dayzero.progress import bytes_progress
 
 Say = Callable[[str], None]
@@ -61,6 +62,13 @@ def convert_release(asked: Request, say: Say) -> dict[str, Any]:
             return record_json(merge(Path(asked.out), asked.parts, accept_values=asked.accept_values, progress=progress))
     assert asked.path is not None
     if asked.to == "gguf":
+        others = {"dtype": asked.dtype, "keep": asked.keep, "override": asked.override, "calibrate": asked.calibrate,
+                  "allow-pickle": asked.allow_pickle, "assume-unscaled": asked.assume_unscaled, "spool": asked.spool,
+                  "accept-values": asked.accept_values}  # fmt: skip
+        if (given := [name for name, value in others.items() if value]) or is_remote(asked.path) or is_remote(asked.out):
+            raise DayZeroError("a GGUF file is made of a release folder as it is", got=", ".join(given) or "an address",
+                               want="--to gguf, with --quantize alone",
+                               fix="convert --to hf first, then that to GGUF")  # fmt: skip
         from dayzero.weights.gguf.export import export_gguf
 
         with bytes_progress(say) as progress:
@@ -178,13 +186,13 @@ def _layout(model: ModelDescription, plan_file: Path | None, degrees: dict[str, 
     return replace(whole, stages=cut_stages(costs, whole.pp, first_extra=first, last_extra=last))
 
 
-def verify_artifact(folder: Path, source: str | None, say: Say) -> dict[str, Any]:
+def verify_artifact(folder: Path, source: str | None, say: Say, *, allow_pickle: bool = False) -> dict[str, Any]:
     """Read an artifact back against its ledgers, and its source where given."""
     from dayzero.weights.proof.verify import prove
 
     started = time.monotonic()
     with bytes_progress(say) as progress:
-        found = prove(folder, source, progress=progress)
+        found = prove(folder, source, allow_pickle=allow_pickle, progress=progress)
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     return {
         "schema": "dayzero.verify/1",

@@ -215,3 +215,113 @@ def test_codes_chosen_on_text_go_into_the_stream_and_say_so(moe: Path, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "out", "text.txt"]
     if "to" not in form:
         assert prove(tmp_path / "out", moe).problems == ()
+
+
+def test_what_a_resumed_run_lost_is_what_a_single_run_lost(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files kept from an interrupted run bring their sums along: the evidence is the same to the last bit."""
+    import dayzero.weights.running as running
+
+    model, changes = describe(moe), Changes(quantize=Policy(preset="int8"))
+    convert(moe, model, Layout(tp=2), tmp_path / "single", changes=changes)
+    written, write = [], running.write_file
+
+    def stops(*arguments: object, **options: object) -> object:
+        if written:
+            raise KeyboardInterrupt
+        written.append(write(*arguments, **options))
+        return written[0]
+
+    monkeypatch.setattr(running, "write_file", stops)
+    with pytest.raises(KeyboardInterrupt):
+        convert(moe, model, Layout(tp=2), tmp_path / "out", changes=changes, workers=1)
+    monkeypatch.setattr(running, "write_file", write)
+    resumed = convert(moe, model, Layout(tp=2), tmp_path / "out", changes=changes)
+    single = read_record(ArtifactQuantization, tmp_path / "single" / "quantization.json")
+    assert resumed.quantize == single and all(one.num_elements for one in single.errors)
+    again = convert(moe, model, Layout(tp=2), tmp_path / "out", changes=changes)
+    assert again.reused and again.quantize == single
+
+
+def test_an_export_does_not_go_on_from_other_bytes(moe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards exchanged for others of the same shapes between two tries: nothing of the first try is kept."""
+    import dayzero.weights.running as running
+
+    source, other = tmp_path / "source", tmp_path / "other"
+    make_tiny_checkpoint("llama", source)
+    make_tiny_checkpoint("llama", other, seed=1)
+    write, count = running.write_file, []
+
+    def stops(*arguments: object, **options: object) -> object:
+        count.append(1)
+        if len(count) > 1:
+            raise KeyboardInterrupt
+        return write(*arguments, **options)
+
+    from dayzero.weights.to_hf import export
+
+    monkeypatch.setattr(running, "write_file", stops)
+    with pytest.raises(KeyboardInterrupt):
+        export(source, tmp_path / "out", shard_bytes=50_000, workers=1)
+    monkeypatch.setattr(running, "write_file", write)
+    for path in other.glob("*.safetensors"):
+        (source / path.name).write_bytes(path.read_bytes())
+    export(source, tmp_path / "out", shard_bytes=50_000)
+    found, wanted = all_tensors(tmp_path / "out"), all_tensors(other)
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_numbers_that_float16_cannot_hold_are_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    make_tiny_checkpoint("llama", source)
+    for shard in source.glob("*.safetensors"):
+        tensors = load_file(shard)
+        if "model.norm.weight" in tensors:
+            tensors["model.norm.weight"][3] = 70000
+            save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(DayZeroError, match=r"model\.norm\.weight: numbers are too large for float16"):
+        convert_release(Request(path=str(source), out=str(tmp_path / "out"), to="hf", dtype="float16"), quiet)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def test_accepted_damage_is_told_again_and_not_accepted_for_good(moe: Path, tmp_path: Path) -> None:
+    source = tmp_path / "damaged"
+    source.mkdir()
+    for path in moe.iterdir():
+        (source / path.name).write_bytes(path.read_bytes())
+    shard = sorted(source.glob("*.safetensors"))[0]
+    tensors = load_file(shard)
+    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2)
+    tensors[name][1, 2] = float("inf")
+    save_file(tensors, shard, metadata={"format": "pt"})
+    ask = Request(path=str(source), out=str(tmp_path / "out"), degrees=one_rank(), accept_values=True)
+    first, again = convert_release(ask, quiet), convert_release(ask, quiet)
+    assert again["reused"] and [one for one in again["problems"] if one["tensor"] == name] == [
+        one for one in first["problems"] if one["tensor"] == name
+    ]
+    with pytest.raises(DayZeroError, match="accepted"):
+        convert_release(Request(path=str(source), out=str(tmp_path / "out"), degrees=one_rank()), quiet)
+
+
+def test_uneven_stacked_blocks_are_counted_whole() -> None:
+    """Matrices whose rows are no multiple of a block: every element of every expert counts once."""
+    from dayzero.weights.algebra import View
+    from dayzero.weights.copying import BlockCopier
+    from dayzero.weights.quantize.encoding import Quantized, ViewRows, encoders, view_of
+    from dayzero.weights.reading import LocalStore, SourceReader
+
+    weights = torch.randn(3, 192, 256, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+
+    class Memory(SourceReader):
+        def read_into(self, source: str, offset: int, target: memoryview) -> None:
+            target[:] = weights.reshape(-1).view(torch.uint8).numpy().data[offset : offset + len(target)]
+
+    plain = Memory(LocalStore(Path()), {})
+    view = View.of("experts", (3, 192, 256), "bfloat16")
+    made, errors = encoders(
+        Quantized(name="experts", view=view, preset=preset("fp8-block"), sources=()), ViewRows(plain), packed_zeros=False
+    )
+    reader = SourceReader(LocalStore(Path()), {}, decoders={one.name: one for one in made.values()})
+    for one in made.values():
+        for _ in BlockCopier(reader).blocks(view_of(one)):
+            pass
+    assert errors.result().num_elements == weights.numel()

@@ -36,6 +36,7 @@ class ArtifactLayout:
     files: tuple[tuple[ShardFile, ...], ...]
     ledgers: tuple[ShardFile, ...]
     release_files: tuple[ShardFile, ...]
+    accepted: tuple[Problem, ...] = ()  # what the values said against the checkpoint it was made of, and was accepted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,11 +13,10 @@ import json
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dayzero.core.artifact import ArtifactLayout, LedgerCounts, ShardFile, WeightsReport
+from dayzero.core.artifact import ArtifactLayout, ArtifactQuantization, LedgerCounts, ShardFile, WeightsReport
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription, Problem
 from dayzero.core.plan import Layout
@@ -25,7 +24,7 @@ from dayzero.core.records import read_record, to_dict, write_text_atomic
 from dayzero.core.units import MIB
 from dayzero.model.release import Release, damaged
 from dayzero.weights.changes import NO_CHANGES, Changes
-from dayzero.weights.checks.examining import check_published, judge_values, require_readable
+from dayzero.weights.checks.examining import check_published, judge_values, require_accepted, require_readable
 from dayzero.weights.files import Progress
 from dayzero.weights.finishing import finish, source_list
 from dayzero.weights.forms.plain_config import QUANTIZATION_FILES, plain_config
@@ -35,7 +34,7 @@ from dayzero.weights.placement import place
 from dayzero.weights.places.publishing import Output, kept_if_sound, open_output
 from dayzero.weights.places.stores import Source, open_source
 from dayzero.weights.places.workfolder import KEY_FILE
-from dayzero.weights.proof.expected import RELEASE_FOLDER
+from dayzero.weights.proof.expected import QUANTIZATION_FILE, RELEASE_FOLDER
 from dayzero.weights.proof.verify import LAYOUT_FILE, SEAL_FILE, SOURCES_FILE, STATE_FILE, source_problems
 from dayzero.weights.quantize.artifact import quantize_checkpoint
 from dayzero.weights.running import HASHES_FILE, Copying
@@ -79,10 +78,10 @@ def _convert(
     state = json.dumps([to_dict(one) for one in source_files(source)], indent=1) + "\n"
     if there is not None and (reused := _reusable(out, output, there, key, source, state, progress)) is not None:
         output.discard()
-        return report(out, there, reused, (), 0, 0, started, reused=True)
-    checkpoint = open_checkpoint(
-        release, model, source.store, decoded=source.decode(model.dtype, upcast_unscaled=changes.upcast_unscaled)
-    )
+        require_accepted(reused.accepted, changes, source.address)
+        return report(out, there, reused, reused.accepted, 0, 0, started, reused=True)
+    decoded = source.decode(changes.dtype or model.dtype, upcast_unscaled=changes.upcast_unscaled)
+    checkpoint = open_checkpoint(release, model, source.store, decoded=decoded)
     published = check_published(source, progress=progress, workers=workers)
     config = settled_config(release, model, checkpoint, changes)
     quantized = None
@@ -95,9 +94,11 @@ def _convert(
     artifact = _complete(work, key, state)
     output.begin(f"{key}\n{state}", keep=artifact is not None)
     reader = checkpoint.reader()
+    sums = quantized.rewritten.by_stored if quantized is not None else {}
     copying = Copying(work, files, reader, made=checkpoint.made, hash_sources=checkpoint.used, progress=progress,
-                      workers=workers, output=output)  # fmt: skip
-    values: tuple[Problem, ...] = ()
+                      workers=workers, output=output, errors=sums)  # fmt: skip
+    values = artifact.accepted if artifact is not None else ()
+    require_accepted(values, changes, source.address)
     if artifact is None:
         with kept_if_sound(output):
             written = copying.run()
@@ -108,14 +109,13 @@ def _convert(
             work, key=key, state=state, source_hash=release.source_hash, model=model, layout=layout, dtype=changes.dtype,
             written=[(planned.rank, one) for planned, one in zip(files, written, strict=True)], sources=sources,
             settings=copy_settings(release, work / RELEASE_FOLDER, config=config),
-            quantization=quantized.record() if quantized is not None else None,
+            quantization=quantized.record() if quantized is not None else None, accepted=values,
         )  # fmt: skip
     for scrap in (*work.rglob("*" + DONE_SUFFIX), work / HASHES_FILE, work / KEY_FILE):
         scrap.unlink(missing_ok=True)
     records = output.seal(_sizes(work, artifact))
     told = release.problems + checkpoint.warnings + published + values + left_out(release)
-    done = report(out, records, artifact, told, reader.bytes_read, copying.bytes_written, started)
-    return replace(done, quantize=quantized.record()) if quantized is not None else done
+    return report(out, records, artifact, told, reader.bytes_read, copying.bytes_written, started)
 
 
 def settled_config(
@@ -201,7 +201,10 @@ def report(
     filled = len(
         {json.loads(line)["parameter"] for one in artifact.ledgers for line in (records / one.file).open(encoding="utf-8")}
     )
+    recorded = records / QUANTIZATION_FILE
+    made = read_record(ArtifactQuantization, recorded) if artifact.quantization is not None else None
     counts = LedgerCounts(source_bytes=sum(one.num_bytes for one in sources), dropped=dropped, filled_parameters=filled,
                           used_bytes=sum(one.num_bytes for one in sources if one.dropped is None))  # fmt: skip
     return WeightsReport(artifact=out, key=artifact.key, ledger=counts, problems=problems, bytes_read=bytes_read,
-                         bytes_written=bytes_written, seconds=round(time.monotonic() - started, 3), reused=reused)  # fmt: skip
+                         bytes_written=bytes_written, seconds=round(time.monotonic() - started, 3), reused=reused,
+                         quantize=made)  # fmt: skip

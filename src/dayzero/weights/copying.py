@@ -15,7 +15,7 @@ from dayzero.core.errors import DayZeroError
 from dayzero.core.units import DTYPE_BITS
 from dayzero.weights.algebra import Piece, View, restrict
 from dayzero.weights.proof.one_origin import first_flaw
-from dayzero.weights.reading import SourceReader
+from dayzero.weights.reading import SourceReader, UnsoundSource
 
 # What is gathered at a time: large enough that strided reads have long rows.
 BLOCK_BYTES = 8 * 2**20
@@ -96,7 +96,10 @@ class BlockCopier:
             step *= digit.size
         packed = [(digit.size, steps[digit], digit.stride) for digit in sorted(piece.digits, key=lambda digit: -digit.stride)]
         self._copy(piece, piece.offset, 0, packed, dense)
-        cast = cast_elements(dense, piece.dtype, piece.casts)
+        try:
+            cast = cast_elements(dense, piece.dtype, piece.casts)
+        except UnsoundSource as error:
+            raise UnsoundSource(f"{piece.source}: {error.what}", got=error.got, want=error.want, fix=error.fix) from error
         _strided(target, piece.base[0] - start, [d.size for d in order], [d.step for d in order])[...] = cast.reshape(
             [digit.size for digit in order]
         )
@@ -152,7 +155,11 @@ def cast_elements(elements: np.ndarray, dtype: str, casts: tuple[str, ...]) -> n
 
     tensor = torch.from_numpy(elements).view(getattr(torch, dtype))
     for name in casts:
-        tensor = tensor.to(getattr(torch, name))
+        before, tensor = tensor, tensor.to(getattr(torch, name))
+        if name == "float16" and bool((tensor.isinf() & before.isfinite()).any()):
+            largest = before.where(before.isfinite(), 0).abs().max().item()
+            raise UnsoundSource("numbers are too large for float16", got=f"{largest:g}", want="at most 65504",
+                                fix="take bfloat16 or float32")  # fmt: skip
     width = element_bytes(casts[-1])
     return tensor.view(unsigned_type(width)).numpy()
 

@@ -35,7 +35,7 @@ def source_list(
 def finish(
     work: Path, *, key: str, state: str, source_hash: str, model: ModelDescription, layout: Layout, dtype: str | None,
     written: Iterable[tuple[int, Written]], sources: Iterable[SourceTensor], settings: Iterable[str],
-    quantization: ArtifactQuantization | None = None,
+    quantization: ArtifactQuantization | None = None, accepted: Iterable[Problem] = (),
 ) -> ArtifactLayout:  # fmt: skip
     """Join the fragments and write layout.json last.
 
@@ -57,7 +57,7 @@ def finish(
     preset = quantization.preset if quantization is not None else None
     artifact = ArtifactLayout(key=key, model=model.name, source_hash=source_hash, layout=layout, dtype=dtype or model.dtype,
                               quantization=preset, files=tuple(map(tuple, files)), ledgers=tuple(put),
-                              release_files=tuple(others))  # fmt: skip
+                              release_files=tuple(others), accepted=tuple(accepted))  # fmt: skip
     sync_tree(work)
     write_record(artifact, work / LAYOUT_FILE)
     write_text_atomic(work / SEAL_FILE, seal(work / LAYOUT_FILE).decode())

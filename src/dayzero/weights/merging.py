@@ -66,7 +66,7 @@ def merge(
             model=read_record(ModelDescription, first_folder / MODEL_FILE), layout=first.layout, dtype=first.dtype,
             written=[(file.rank, written[file.file]) for file in first.files],
             settings=[Path(one.file).name for one in first.settings],
-            sources=_with_checksums(sources, [record for _, record in whole.values()]),
+            accepted=values, sources=_with_checksums(sources, [record for _, record in whole.values()]),
         )  # fmt: skip
         (work / KEY_FILE).unlink()
         sync_tree(work)

@@ -13,8 +13,8 @@ from typing import Any
 
 from dayzero.core.artifact import ArtifactQuantization, QuantizedParameter
 from dayzero.core.model import Problem
-from dayzero.model.config_keys import config_dtype
 from dayzero.model.headers import TensorEntry
+from dayzero.model.provisional import model_dtype
 from dayzero.weights.algebra import View
 from dayzero.weights.changes import Changes
 from dayzero.weights.decoding import Decoder
@@ -22,6 +22,7 @@ from dayzero.weights.forms.plain_config import plain_config
 from dayzero.weights.loading import open_checkpoint
 from dayzero.weights.places.stores import Source
 from dayzero.weights.quantize.encoding import Quantized, ViewRows
+from dayzero.weights.quantize.evidence import ErrorSums
 from dayzero.weights.quantize.on_disk import choose_stored, quantization_config
 from dayzero.weights.quantize.policy import Policy
 from dayzero.weights.quantize.rewrite import Rewritten
@@ -49,6 +50,11 @@ class Origin:
     @property
     def reader(self) -> SourceReader:
         return SourceReader(self.store, self.tensors, decoders=self.decoders)
+
+    @property
+    def errors(self) -> dict[str, ErrorSums]:
+        """By stored name of codes, the sums of what their weight loses."""
+        return self.quantized.rewritten.by_stored if self.quantized is not None else {}
 
     @property
     def made(self) -> dict[str, MadeSource]:
@@ -91,14 +97,15 @@ def release_origin(source: Source, changes: Changes) -> Origin:
     if changes.dtype is None and source.given is None:
         made.views = {name: View.of(name, entry.shape, entry.dtype) for name, entry in release.tensors.items()}
         return made
-    main = config_dtype(release.config)[0] or "bfloat16"
+    main = model_dtype(release)[0]
     dtype = changes.dtype or main
     decoded = source.decode(dtype, upcast_unscaled=changes.upcast_unscaled)
     _take(made, decoded.problems, decoded.dropped, decoded.decoders, source)
     for name, entry in decoded.tensors.items():
         view = View.of(name, entry.shape, entry.dtype)
         made.views[name] = view.cast(dtype) if entry.dtype == main else view
-    made.config = plain_config(release.config, dtype)
+    if changes.dtype is not None or decoded.decoders:
+        made.config = plain_config(release.config, dtype)
     return made
 
 

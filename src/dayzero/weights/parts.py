@@ -180,9 +180,8 @@ def convert_part(
         if (there := _reusable(folder, key, state)) is not None:
             shutil.rmtree(work)
             return _part_report(folder, there, started, reused=True)
-        checkpoint = open_checkpoint(
-            release, model, opened.store, decoded=opened.decode(model.dtype, upcast_unscaled=changes.upcast_unscaled)
-        )
+        decoded = opened.decode(changes.dtype or model.dtype, upcast_unscaled=changes.upcast_unscaled)
+        checkpoint = open_checkpoint(release, model, opened.store, decoded=decoded)
         published = check_published(opened, progress=progress, workers=workers, share=(part, num_parts))
         files, problems = place(checkpoint.views, model, layout, dtype=changes.dtype)
         if problems:

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from dayzero.core.errors import DayZeroError
-from dayzero.core.records import from_dict, to_dict
+from dayzero.core.records import from_dict, to_dict, write_text_atomic
 from dayzero.core.runstore import free_bytes
 from dayzero.core.units import MIB, format_bytes
 from dayzero.weights.checks.census import TensorCensus, TensorStatistics
@@ -20,6 +20,7 @@ from dayzero.weights.copying import BlockCopier
 from dayzero.weights.files import Progress
 from dayzero.weights.placement import StoredFile
 from dayzero.weights.places.publishing import Output
+from dayzero.weights.quantize.evidence import ErrorSums
 from dayzero.weights.reading import SourceReader
 from dayzero.weights.writing import MadeSource, Stopped, Written, finished, hash_source, write_file
 
@@ -34,8 +35,11 @@ class Copying:
         self, work: Path, files: tuple[StoredFile, ...], reader: SourceReader, *,
         made: Mapping[str, MadeSource] | None = None, hash_sources: Iterable[str] = (),
         progress: Progress | None = None, workers: int = 2, output: Output | None = None,
+        errors: Mapping[str, ErrorSums] | None = None,
     ) -> None:  # fmt: skip
-        """`output`: where finished files go, if they are not simply to lie in `work`."""
+        """`output`: where finished files go, if they are not simply to lie in `work`. `errors`: by stored name, where what its
+        weight loses is summed up."""
+        self._errors = errors or {}
         self.work, self.files, self.reader = work, files, reader
         self._made, self._hash_sources = made or {}, frozenset(hash_sources)
         self.bytes_written = 0
@@ -81,13 +85,20 @@ class Copying:
         earlier = finished(self.work, planned, self._stop) if output is None else output.finished(planned, self._stop)
         if earlier is not None:
             self._advance(planned.num_bytes, written=False)
+            for name, runs in earlier.errors.items():
+                if name in self._errors:
+                    self._errors[name].restore(runs)
             return earlier
         self._announce(source_ranges(planned, self.reader, self._made))
         written = write_file(self.work, planned, self._copier(), self.reader, made=self._made, stop=self._stop,
-                             advance=self._advance, census=self._census)  # fmt: skip
+                             advance=self._advance, census=self._census, lost=self._lost)  # fmt: skip
         if output is not None:
             output.store(planned, written)
         return written
+
+    def _lost(self, planned: StoredFile) -> dict[str, dict[int, tuple[float, ...]]]:
+        names = (tensor.parameter for tensor in planned.tensors)
+        return {name: self._errors[name].runs for name in names if name in self._errors and self._errors[name].runs}
 
     def _announce(self, ranges: Iterable[tuple[str, int, int]]) -> None:
         """Tell a store that fetches ahead what this thread is going to read; a folder has no use for it."""
@@ -120,11 +131,12 @@ class Copying:
         """Sources cut between ranks or moved in pieces never passed by whole: they are read once more."""
         store = self.work / HASHES_FILE
         if store.exists():
-            for line in store.read_text(encoding="utf-8").splitlines():
-                if line.endswith("]"):  # a line cut by a crash is hashed again
-                    name, checksum, statistics = json.loads(line)
-                    self.source_checksums[name] = checksum
-                    self.statistics[name] = from_dict(TensorStatistics, statistics, source=HASHES_FILE)
+            lines = [line for line in store.read_text(encoding="utf-8").splitlines() if _is_whole(line)]
+            for line in lines:
+                name, checksum, statistics = json.loads(line)
+                self.source_checksums[name] = checksum
+                self.statistics[name] = from_dict(TensorStatistics, statistics, source=HASHES_FILE)
+            write_text_atomic(store, "".join(line + "\n" for line in lines))
         rest = sorted(self._hash_sources - set(self.source_checksums), key=lambda name: (self.reader.entry(name).file, name))
         self._total += sum(self.reader.entry(name).num_bytes for name in rest)
 
@@ -154,6 +166,14 @@ def source_ranges(
                 size = entry.num_bytes // max(entry.num_elements, 1)
                 last = piece.offset + sum((digit.size - 1) * digit.stride for digit in piece.digits)
                 yield entry.file, entry.begin + piece.offset * size, entry.begin + (last + 1) * size
+
+
+def _is_whole(line: str) -> bool:
+    """Whether a line was not cut by a crash: what it was of is hashed again then."""
+    try:
+        return len(json.loads(line)) == 3
+    except (ValueError, TypeError):
+        return False
 
 
 def _size(path: Path) -> int:

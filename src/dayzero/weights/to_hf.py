@@ -16,7 +16,7 @@ from pathlib import Path
 from dayzero.core.artifact import LedgerCounts, WeightsReport
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import Problem
-from dayzero.core.records import write_record, write_text_atomic
+from dayzero.core.records import to_dict, write_record, write_text_atomic
 from dayzero.model.release import CONFIG, open_release
 from dayzero.model.remote.objects import is_remote
 from dayzero.weights.changes import NO_CHANGES, Changes
@@ -54,14 +54,15 @@ def export(
         if output.existing() is not None:
             raise _in_the_way(out)
         work = output.work
-        output.begin(f"{origin.identity}\n{shard_bytes}\n{json.dumps(changes.identity)}\n")
+        states = [to_dict(one) for one in origin.store.states(sorted({entry.file for entry in origin.tensors.values()}))]
+        output.begin(f"{origin.identity}\n{shard_bytes}\n{json.dumps(changes.identity)}\n{json.dumps(states)}\n")
         files = tuple(pack_files(list(origin.views.items()), rank=0, folder="", file_bytes=shard_bytes))
         if len(files) == 1:
             files = (replace(files[0], file=SINGLE),)
         reader = origin.reader
         used = [name for name in origin.tensors if name not in origin.dropped] if origin.is_release else []
         copying = Copying(work, files, reader, made=origin.made, hash_sources=used, progress=progress, workers=workers,
-                          output=output)  # fmt: skip
+                          output=output, errors=origin.errors)  # fmt: skip
         values: tuple[Problem, ...] = ()
         with kept_if_sound(output):
             copying.run()

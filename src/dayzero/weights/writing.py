@@ -36,13 +36,14 @@ class Stopped(Exception):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Written:
     """What `<file>.done.json` holds. `sources`: checksums of source tensors that went by whole; `statistics`: of those that
-    this file was the first to meet."""
+    this file was the first to meet; `errors`: what quantization lost so far of the weights it stores, by run of rows."""
 
     __pydantic_config__ = STRICT
     file: ShardFile
     entries: tuple[LedgerEntry, ...]
     sources: dict[str, str] = field(default_factory=dict)
     statistics: dict[str, TensorStatistics] = field(default_factory=dict)
+    errors: dict[str, dict[int, tuple[float, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +77,10 @@ def write_file(
     folder: Path, planned: StoredFile, copier: BlockCopier, reader: SourceReader, *,
     made: Mapping[str, MadeSource], advance: Callable[[int], None], stop: threading.Event,
     census: Callable[[str], TensorCensus | None] = lambda name: None,
+    lost: Callable[[StoredFile], dict[str, dict[int, tuple[float, ...]]]] = lambda planned: {},
 ) -> Written:  # fmt: skip
     """Write one file of the artifact under construction in `folder`. `made`: sources that are no stored tensors; `census`:
-    what looks at the values of a source tensor, once for each."""
+    what looks at the values of a source tensor, once for each; `lost`: what quantization lost of a file's weights."""
     path = folder / planned.file
     path.parent.mkdir(parents=True, exist_ok=True)
     scrap = path.with_name(path.name + ".partial")
@@ -90,7 +92,7 @@ def write_file(
             _write(file.fileno(), memoryview(planned.header))
             end = flushed = len(planned.header)
             for tensor in planned.tensors:
-                digest = TensorHash(len(segments(tensor.view)))
+                digest = TensorHash(max(len(segments(tensor.view)), 1))
                 whole = whole_sources(tensor, reader, made)
                 watched = {segment: (source, one) for source, segment in whole.items() if (one := census(source)) is not None}
                 for segment, block in copier.blocks(tensor.view):
@@ -113,7 +115,7 @@ def write_file(
         sync_folder(path.parent)
         checksum = file_checksum(planned.header, (entry.checksum for entry in entries))
         shard = ShardFile(file=planned.file, num_bytes=planned.num_bytes, checksum=checksum)
-        written = Written(file=shard, entries=tuple(entries), sources=sources, statistics=statistics)
+        written = Written(file=shard, entries=tuple(entries), sources=sources, statistics=statistics, errors=lost(planned))
         write_text_atomic(done_path(folder, planned), json.dumps(record_json(written), separators=(",", ":")) + "\n")
         return written
     except OSError as error:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from dayzero.core.model import Problem
 from dayzero.model.config_against_tensors import SCHEMA_KINDS
 from dayzero.model.headers import TensorEntry
 from dayzero.model.release import damaged
+from dayzero.weights.changes import Changes
 from dayzero.weights.checks.census import TensorStatistics
 from dayzero.weights.checks.census_rules import judge
 from dayzero.weights.checks.digests import WEIGHT_ENDINGS, check_digests, hash_files, publisher_digests
@@ -16,6 +17,7 @@ from dayzero.weights.files import Progress
 from dayzero.weights.places.stores import Source
 from dayzero.weights.reading import LocalStore, UnsoundSource
 
+ACCEPTED = "accepted: "  # begins what was an error
 ACCEPT = "download the named files again; --accept-values goes on with what is there"
 
 
@@ -70,7 +72,18 @@ def judge_values(
     if errors and not accept:
         said = damaged(errors, where)
         raise UnsoundSource(said.what, got=said.got, want="values that a model can have", fix=ACCEPT)
-    return tuple(replace(problem, severity="warning") for problem in problems)
+    return tuple(
+        replace(problem, severity="warning", detail=f"{ACCEPTED}{problem.detail}") if problem.severity == "error" else problem
+        for problem in problems
+    )
+
+
+def require_accepted(problems: Iterable[Problem], changes: Changes, where: str) -> None:
+    """What was accepted once is not so for good: raises UnsoundSource where it would have to be accepted again."""
+    grave = [problem for problem in problems if problem.detail.startswith(ACCEPTED)]
+    if grave and not changes.accept_values:
+        said = damaged(grave, where)
+        raise UnsoundSource(said.what, got=said.got, want="values that a model can have", fix=ACCEPT)
 
 
 def _of(digests: tuple, files: list[str]) -> tuple:

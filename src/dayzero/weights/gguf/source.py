@@ -105,6 +105,16 @@ def read_gguf(path: Path, dtype: str = "bfloat16") -> GgufSource:
                       stored=source.stored, forms=source.forms, problems=tuple(source.problems))  # fmt: skip
 
 
+def main_dtype(source: GgufSource) -> str:
+    """The dtype of the file's plain matrices where most of its bytes are such; else bfloat16, which its codes become."""
+    sizes: dict[str, int] = {}
+    for name, entry in source.stored.items():
+        if name in source.tensors and name not in source.decoders and len(entry.shape) > 1:
+            sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
+    total = sum(entry.num_bytes for entry in source.stored.values())
+    return next((dtype for dtype, size in sizes.items() if 2 * size > total), "bfloat16")
+
+
 class _Source:
     """Tensors of the model collected one by one."""
 

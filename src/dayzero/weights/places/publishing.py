@@ -197,6 +197,11 @@ class RemoteOutput:
         return self._keep
 
     def discard(self) -> None:
+        there = self._objects.everything()
+        if self._complete not in there:  # what was uploaded belongs to nothing
+            for name in there:
+                if not name.startswith(f"{PARTIAL}/"):
+                    self._objects.remove(name)
         self._remove_notes()
         shutil.rmtree(self.work)
 

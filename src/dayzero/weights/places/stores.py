@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dayzero.core.errors import DayZeroError
 from dayzero.core.model import ModelDescription
+from dayzero.model.config_keys import config_dtype
 from dayzero.model.describe import describe_release
 from dayzero.model.paths import refusal
 from dayzero.model.release import CONFIG, Release, open_release
@@ -37,18 +38,20 @@ class Source:
     store: ByteStore
     settings: Path
     address: str  # what the user gave
-    given: Decoded | None = None
+    given: Callable[[str], Decoded] | None = None
 
     def decode(self, dtype: str, *, upcast_unscaled: bool = False) -> Decoded:
         """The checkpoint in plain numbers, those that were stored as codes in `dtype`."""
         if self.given is not None:
-            return self.given
+            return self.given(dtype)
         return decode_stored(self.release, dtype, upcast_unscaled=upcast_unscaled, store=self.store)
 
     def describe(self) -> ModelDescription:
         """The model, by the names a plain checkpoint has."""
-        release = self.release if self.given is None else replace(self.release, tensors=self.given.tensors)
-        return describe_release(release)
+        if self.given is None:
+            return describe_release(self.release)
+        plain = self.given(config_dtype(self.release.config)[0] or "bfloat16")
+        return describe_release(replace(self.release, tensors=plain.tensors))
 
 
 @contextlib.contextmanager
@@ -93,13 +96,19 @@ def open_source(
 def _gguf(path: Path) -> Iterator[Source]:
     """A GGUF file, its settings written as files for as long as it is open."""
     from dayzero.weights.gguf.settings import write_settings
-    from dayzero.weights.gguf.source import read_gguf
+    from dayzero.weights.gguf.source import main_dtype, read_gguf
 
     found = read_gguf(path)
+    if (own := main_dtype(found)) != "bfloat16":
+        found = read_gguf(path, own)
+
+    def given(dtype: str) -> Decoded:
+        read = found if dtype == own else read_gguf(path, dtype)
+        return Decoded(tensors=read.tensors, decoders=read.decoders, problems=read.problems)
+
     with tempfile.TemporaryDirectory(prefix="dayzero-gguf-") as scratch, contextlib.closing(LocalStore(path.parent)) as store:
         settings = Path(scratch) / path.stem
         write_settings(found, settings)
-        given = Decoded(tensors=found.tensors, decoders=found.decoders, problems=found.problems)
         yield Source(release=found.release(settings), store=store, settings=settings, address=str(path), given=given)
 
 
@@ -113,8 +122,9 @@ def _pickled(folder: Path) -> Source | None:
         return None
     found = read_pickled(release.folder)
     release = replace(release, problems=(*release.problems, *found.checksum_problems()))
-    given = Decoded(tensors=found.logical, decoders=found.decoders)
-    return Source(release=release, store=LocalStore(release.folder), settings=release.folder, address=str(folder), given=given)
+    plain = Decoded(tensors=found.logical, decoders=found.decoders)
+    return Source(release=release, store=LocalStore(release.folder), settings=release.folder, address=str(folder),
+                  given=lambda dtype: plain)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

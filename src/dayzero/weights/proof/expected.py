@@ -83,7 +83,7 @@ class Expected:
 
 def expect(
     folder: Path, artifact: ArtifactLayout, model: ModelDescription, sources: Mapping[str, SourceTensor],
-    *, decoded: bool, source: Source | None,
+    *, decoded: bool, source: Source | None, upcast_unscaled: bool = False,
 ) -> Expected | str:  # fmt: skip
     """What the artifact in `folder` ought to be, or why that cannot be told. With `source`, tensors can be read.
 
@@ -98,7 +98,9 @@ def expect(
     listed: frozenset[str] = frozenset()
     if source is not None:
         plain = model if artifact.quantization is None else source.describe()
-        checkpoint = open_checkpoint(source.release, plain, source.store, decoded=source.decode(plain.dtype))
+        checkpoint = open_checkpoint(
+            source.release, plain, source.store, decoded=source.decode(artifact.dtype, upcast_unscaled=upcast_unscaled)
+        )
         if artifact.quantization is not None:
             record = read_record(ArtifactQuantization, folder / QUANTIZATION_FILE)
             if record.calibration:

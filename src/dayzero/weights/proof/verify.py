@@ -54,7 +54,9 @@ def verify(folder: Path, source: Path | str | None = None, *, progress: Progress
     return prove(folder, source, progress=progress).problems
 
 
-def prove(folder: Path, source: Path | str | None = None, *, progress: Progress | None = None) -> Verification:
+def prove(
+    folder: Path, source: Path | str | None = None, *, allow_pickle: bool = False, progress: Progress | None = None
+) -> Verification:
     """`verify`, with what was and was not shown. `source`: a folder or an address.
 
     Raises DayZeroError when the folder is no finished artifact, or there is no release at `source`.
@@ -66,7 +68,7 @@ def prove(folder: Path, source: Path | str | None = None, *, progress: Progress 
     if not (folder / SEAL_FILE).is_file() or (folder / SEAL_FILE).read_bytes() != seal(folder / LAYOUT_FILE):
         return Verification(problems=(problem("checksum", f"{LAYOUT_FILE} is not what {SEAL_FILE} says", LAYOUT_FILE),))
     with contextlib.ExitStack() as stack:
-        opened = None if source is None else stack.enter_context(open_source(source))
+        opened = None if source is None else stack.enter_context(open_source(source, allow_pickle=allow_pickle))
         try:
             checker = _Checker(folder, read_record(ArtifactLayout, folder / LAYOUT_FILE), progress)
             checker.check_artifact()
@@ -215,7 +217,8 @@ class _Checker:
         """Every ledger line against a mapping made anew; with the source, its bytes and the stored ones."""
         try:
             decoded = any(not operation.startswith("computed:") for operation in self._made)
-            expected = expect(self.folder, self.artifact, self.model, self.sources, decoded=decoded, source=source)
+            expected = expect(self.folder, self.artifact, self.model, self.sources, decoded=decoded, source=source,
+                              upcast_unscaled=any(one.startswith("upcast:") for one in self._made))  # fmt: skip
         except DayZeroError as error:
             where = "the source" if source is not None else "what is recorded of the source"
             self._note("mapping", f"{where} does not give this artifact: {error.what}: {error.got}", SOURCES_FILE)

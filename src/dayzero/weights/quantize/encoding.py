@@ -168,10 +168,12 @@ class _Maker:
             scales, zeros = self._chosen(values, matrix, low, high)
             packed = preset.form == "pack-quantized"
             if (made := fast.integer_codes(values, scales, zeros, preset, packed=packed)) is not None:
-                self.errors.add_sums(start, values.numel(), made[1].tolist())
+                self.errors.add_sums(start, values.numel(), made[1].tolist())  # presets of whole rows: low is first
                 return made[0][first - low : last - low]
             given = Codes(codes=encode_plainly(values, scales, zeros, preset), scales=scales, zeros=zeros)
-        self.errors.add(start, values.to(torch.float32), decode(given, preset))
+        rows_asked = slice(first - low, last - low)
+        made_of = decode(given, preset)[rows_asked]
+        self.errors.add(matrix * rows + first, values[rows_asked].to(torch.float32), made_of)
         return pack(given.codes[first - low : last - low], preset)
 
     def _scales(self, matrix: int, first: int, last: int) -> torch.Tensor:

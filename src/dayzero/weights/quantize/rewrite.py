@@ -29,12 +29,14 @@ class Rewritten:
     weights: dict[str, Quantized] = field(default_factory=dict)
     parts: dict[str, str] = field(default_factory=dict)
     errors: list[ErrorSums] = field(default_factory=list)
+    by_stored: dict[str, ErrorSums] = field(default_factory=dict)  # stored codes -> their weight's sums
     kept: dict[str, str] = field(default_factory=dict)  # what was to be quantized and cannot be -> why
 
     def add(self, name: str, weight: Quantized, rows: ViewRows, *, packed_zeros: bool) -> None:
         self.weights[name] = weight
         made, errors = encoders(weight, rows, packed_zeros=packed_zeros)
         self.errors.append(errors)
+        self.by_stored[weight.stored_name("codes")] = errors
         for stored, decoder in made.items():
             self.views[stored] = view_of(decoder)
             self.decoders[decoder.name] = decoder
