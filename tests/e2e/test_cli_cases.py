@@ -90,7 +90,8 @@ def test_ck_02_an_index_that_disagrees_names_everything(release: Path, target: P
     answers = ask_all(release, target)
     assert [ended.status for ended in answers.values()] == [0, 0, 0], {verb: ended.stderr for verb, ended in answers.items()}
     for verb in ("inspect", "convert"):
-        warnings = [one for one in answers[verb].json["problems"] if one["severity"] == "warning"]
+        told = answers[verb].json["problems"]
+        warnings = [one for one in told if one["severity"] == "warning" and one["kind"] != "digests"]
         assert len(warnings) == 1 and str(stated) in warnings[0]["detail"] and str(true) in warnings[0]["detail"], (
             verb,
             warnings,

@@ -477,11 +477,6 @@ def test_reference_refuses_what_it_cannot_be(tiny_checkpoint: Callable[..., Path
     folder = tiny_checkpoint("llama", dtype="bfloat16")
     with pytest.raises(DayZeroError, match="does not fit"):
         ReleaseReference(folder, memory_bytes=2**20).logits([5])
-    quantized = shutil.copytree(folder, tmp_path / "quantized")
-    config = json.loads((quantized / "config.json").read_text())
-    (quantized / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "x"}}))
-    with pytest.raises(DayZeroError, match="quantized"):
-        ReleaseReference(quantized).logits([5])
     empty = shutil.copytree(folder, tmp_path / "empty", ignore=shutil.ignore_patterns("*.safetensors*"))
     with pytest.raises(DayZeroError, match="no weights"):
         ReleaseReference(empty).logits([5])

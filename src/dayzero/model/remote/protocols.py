@@ -57,6 +57,9 @@ def open_access(address: str, timeout_s: float, connections: int) -> Access:
             from dayzero.model.remote.web import WebAccess
 
             return WebAccess(address, timeout_s, connections)
+        if scheme == "hf":
+            raise DayZeroError("hubs are not read by their names", got=address, want="a folder, or the https address of one",
+                               fix="download the release, or give https://huggingface.co/ORG/MODEL/resolve/main/")  # fmt: skip
         if scheme == "ftp":
             raise ValueError("ftp knows no versions of files: a changed one could not be told")
         system, path = fsspec.core.url_to_fs(address, skip_instance_cache=True, use_listings_cache=False)
