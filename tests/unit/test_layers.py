@@ -21,7 +21,6 @@ BELOW = {
     "calibrate": {"core", "ops", "model", "weights", "runtime"},
     "serve": {"core", "ops", "model", "weights", "devices", "runtime"},
     "validate": {"core", "ops", "model", "weights", "devices", "runtime"},
-    "calibrate": {"core", "ops", "model", "weights", "runtime"},
     "plan": {"core"},
     "report": {"core"},
 }
